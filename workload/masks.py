@@ -1,0 +1,447 @@
+"""The static masks: per query row, at most R disjoint ascending intervals of visible keys.
+
+One object, `IntervalMask`, makes everything else: the dense picture, the exact area, the
+transpose, FlashMask's column bounds, the tile runs and classes, and the restriction to any
+(query shard, key shard) pair. The twelve builders below it follow the definitions of the
+published benchmark; a row of a rectangular problem stands at key position
+i + kv_len - q_len (bottom-right) and is empty where that position is negative, except in `full`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from workload.errors import Unsupported
+from workload.tiles import TileRuns, tile_runs
+
+Intervals = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regular:
+    """What a kernel that knows only regular masks needs to be handed this mask.
+
+    Attributes:
+      causal: whether row i sees no key after its own position (bottom-right aligned).
+      window: (left, right) inclusive bounds around the row's position, None where unbounded.
+      cu_seqlens_q, cu_seqlens_kv: int32 [documents + 1] offsets of each document's queries and
+        keys, or None where the mask has no documents. Inside a document causality and windows
+        are bottom-right aligned again.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_kv: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """A static mask: row i sees key j iff starts[r, i] <= j < ends[r, i] for some r.
+
+    Attributes:
+      starts, ends: int32 [R, q_len]; disjoint, ascending, not touching; an absent interval is
+        (kv_len, kv_len) and stands after the present ones.
+      kv_len: number of keys.
+      name: pattern name, one of `STATIC_MASKS`, or "custom" for derived masks.
+      params: the parameters the pattern was built with.
+      regular: hand-over to regular kernels, or None where the pattern is heterogeneous.
+
+    Build it with a pattern function or `from_intervals`, which normalises and validates.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    kv_len: int
+    name: str = "custom"
+    params: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    regular: Regular | None = None
+
+    heads = 1  # one mask for all heads; dynamic masks have one per head
+
+    @property
+    def q_len(self) -> int:
+        """Number of query rows."""
+        return self.starts.shape[1]
+
+    @property
+    def intervals(self) -> int:
+        """R, the largest number of intervals of a row that this object can hold."""
+        return self.starts.shape[0]
+
+    @property
+    def area(self) -> int:
+        """Number of visible cells, an exact Python integer."""
+        return int(self.row_area.sum())
+
+    @property
+    def row_area(self) -> np.ndarray:
+        """Visible keys of each row, int64 [q_len]."""
+        return (self.ends - self.starts).sum(axis=0, dtype=np.int64)
+
+    @property
+    def density(self) -> float:
+        """area / (q_len * kv_len)."""
+        return self.area / max(1, self.q_len * self.kv_len)
+
+    def dense_rows(self, begin: int, end: int, head: int = 0) -> np.ndarray:
+        """The element mask of rows begin..end-1, bool [end - begin, kv_len]."""
+        del head  # one mask for all heads
+        return visible(
+            self.starts, self.ends, np.arange(begin, end)[:, None], np.arange(self.kv_len)[None, :]
+        )
+
+    def dense(self) -> np.ndarray:
+        """The element mask, bool [q_len, kv_len]."""
+        return self.dense_rows(0, self.q_len)
+
+    def transpose(self) -> "IntervalMask":
+        """Per key, the ascending intervals of query rows that see it (two at most for the patterns)."""
+        starts, ends = _transpose(self.starts, self.ends, self.kv_len)
+        return IntervalMask(starts, ends, self.q_len, f"{self.name}^T")
+
+    def padded(self, intervals: int) -> "IntervalMask":
+        """The same mask holding exactly `intervals` intervals a row (for stacking across ranks)."""
+        extra = intervals - self.intervals
+        if extra < 0:
+            raise ValueError(f"intervals: {intervals} < {self.intervals} that the mask holds")
+        fill = np.full((extra, self.q_len), self.kv_len, np.int32)
+        return dataclasses.replace(
+            self, starts=np.concatenate([self.starts, fill]), ends=np.concatenate([self.ends, fill])
+        )
+
+    def restrict(self, q_positions: np.ndarray, kv_positions: np.ndarray) -> "IntervalMask":
+        """The local mask of a (query shard, key shard) pair: the sharding law.
+
+        Args:
+          q_positions, kv_positions: ascending global positions that the shards hold.
+
+        Row p of the result is row q_positions[p] of this mask, its intervals counted in places
+        of kv_positions: an interval of keys is an interval of any ascending subset, so R never grows.
+        """
+        q_positions, kv_positions = (np.asarray(x) for x in (q_positions, kv_positions))
+        for label, x, n in (("q_positions", q_positions, self.q_len), ("kv_positions", kv_positions, self.kv_len)):
+            if x.ndim != 1 or (x.size and (x[0] < 0 or x[-1] >= n or (np.diff(x) <= 0).any())):
+                raise ValueError(f"{label}: must be strictly ascending within 0..{n - 1}")
+        starts = np.searchsorted(kv_positions, self.starts[:, q_positions])
+        ends = np.searchsorted(kv_positions, self.ends[:, q_positions])
+        return from_intervals(starts, ends, len(kv_positions), name="custom", params={"of": self.name})
+
+    def tile_runs(self, tile_q: int, tile_k: int) -> TileRuns:
+        """Which key tiles each query tile visits, as runs of full and of partial tiles."""
+        return tile_runs(self.starts, self.ends, self.kv_len, tile_q, tile_k)
+
+    def column_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """FlashMask's four column vectors (lts, lte, uts, ute), int32 [kv_len] each.
+
+        Row i is hidden from key j iff lts[j] <= i < lte[j] or uts[j] <= i < ute[j], or, where the
+        mask is causal (every key's first visible row is its own), i < j. Wang et al., FlashMask,
+        2024, section 4.1. Raises `Unsupported` where two hidden intervals cannot say it.
+        """
+        return _column_bounds(self.transpose())
+
+
+def visible(starts, ends, i, j):
+    """Elementwise predicate on global indices; works on arrays of NumPy, JAX and PyTorch alike.
+
+    Args:
+      starts, ends: integer [R, q_len].
+      i, j: broadcastable integer arrays of query rows and keys.
+    """
+    seen = (starts[0][i] <= j) & (j < ends[0][i])
+    for r in range(1, starts.shape[0]):
+        seen = seen | ((starts[r][i] <= j) & (j < ends[r][i]))
+    return seen
+
+
+def from_intervals(
+    starts: np.ndarray,
+    ends: np.ndarray,
+    kv_len: int,
+    *,
+    name: str = "custom",
+    params: Mapping[str, Any] | None = None,
+    regular: Regular | None = None,
+) -> IntervalMask:
+    """Normalises raw intervals (any order, overlapping, empty or out of range) to an `IntervalMask`.
+
+    Args:
+      starts, ends: integer [R, q_len]; end <= start is an empty interval.
+      kv_len: number of keys; intervals are clipped to it.
+
+    >>> m = from_intervals([[4, 0]], [[9, 0]], 6)
+    >>> m.area, m.dense().sum(axis=1).tolist()
+    (2, [2, 0])
+    """
+    starts, ends = (np.clip(np.atleast_2d(np.asarray(x)), 0, kv_len).astype(np.int32) for x in (starts, ends))
+    if starts.shape != ends.shape:
+        raise ValueError(f"ends: shape {ends.shape} differs from starts' {starts.shape}")
+    starts, ends = _normalise(starts, ends, kv_len)
+    return IntervalMask(starts, ends, kv_len, name, MappingProxyType(dict(params or {})), regular)
+
+
+def _normalise(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
+    """Sorts each row's intervals, merges those that touch, moves empty ones last, drops unused slots."""
+    empty = ends <= starts
+    starts, ends = np.where(empty, kv_len, starts), np.where(empty, kv_len, ends)
+    if len(starts) == 1:
+        return starts.astype(np.int32), ends.astype(np.int32)
+    order = np.argsort(starts, axis=0, kind="stable")
+    starts, ends = np.take_along_axis(starts, order, 0), np.take_along_axis(ends, order, 0)
+    for r in range(1, len(starts)):  # merge slot r into the last slot that it touches
+        for t in range(r - 1, -1, -1):
+            touch = (starts[r] <= ends[t]) & (ends[r] > starts[r]) & (ends[t] > starts[t])
+            ends[t] = np.where(touch, np.maximum(ends[t], ends[r]), ends[t])
+            starts[r], ends[r] = np.where(touch, kv_len, starts[r]), np.where(touch, kv_len, ends[r])
+    order = np.argsort(starts, axis=0, kind="stable")
+    starts, ends = np.take_along_axis(starts, order, 0), np.take_along_axis(ends, order, 0)
+    used = max(1, int((ends > starts).any(axis=1).sum()))
+    return starts[:used].astype(np.int32), ends[:used].astype(np.int32)
+
+
+def _difference_runs(a: Intervals, b: Intervals, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(column, row) of every cell of a that is not in b, row by row: both int32 [cells], by column."""
+    pieces = []
+    rows = np.arange(a[0].shape[1], dtype=np.int32)
+    edges_lo = [np.zeros_like(rows), *b[1]]
+    edges_hi = [*b[0], np.full_like(rows, kv_len)]
+    for s, e in zip(*a, strict=True):
+        for lo, hi in zip(edges_lo, edges_hi, strict=True):
+            left, right = np.maximum(s, lo), np.minimum(e, hi)
+            keep = right > left
+            pieces.append((left[keep], (right - left)[keep], rows[keep]))
+    left, length, row = (np.concatenate(x) for x in zip(*pieces, strict=True))
+    begin = np.cumsum(length, dtype=np.int64) - length
+    col = np.repeat((left - begin).astype(np.int32), length) + np.arange(length.sum(), dtype=np.int32)
+    row = np.repeat(row, length)
+    order = np.lexsort((row, col))
+    return col[order], row[order]
+
+
+def _transpose(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
+    """Row intervals of each key: a run starts where row i sees it and row i-1 does not."""
+    nothing = np.full((len(starts), 1), kv_len, np.int32)
+    now = tuple(np.concatenate([x, nothing], axis=1) for x in (starts, ends))
+    before = tuple(np.concatenate([nothing, x], axis=1) for x in (starts, ends))
+    col, first = _difference_runs(now, before, kv_len)
+    _, last = _difference_runs(before, now, kv_len)
+    count = np.bincount(col, minlength=kv_len)
+    slot = np.arange(len(col)) - np.repeat(np.cumsum(count) - count, count)
+    q_len = starts.shape[1]
+    out = np.full((2, max(1, int(count.max(initial=0))), kv_len), q_len, np.int32)
+    out[0, slot, col], out[1, slot, col] = first, last
+    return out[0], out[1]
+
+
+def _column_bounds(by_key: IntervalMask):
+    if by_key.intervals > 2:
+        raise Unsupported("column_bounds", f"a key is seen by {by_key.intervals} intervals of rows, FlashMask has two")
+    rows, keys = by_key.kv_len, np.arange(by_key.q_len, dtype=np.int32)
+    (a0, b0), (a1, b1) = (
+        (by_key.starts[r], by_key.ends[r]) if r < by_key.intervals else (np.full_like(keys, rows),) * 2
+        for r in range(2)
+    )
+    two = b1 > a1
+    causal = bool((a0 >= np.minimum(keys, rows)).all())
+    if causal:  # rows before the key are hidden already: [b0, a1) is the lower gap, [b1, rows) must be empty
+        if (two & (b1 < rows)).any() or (a0 > np.minimum(keys, rows))[b0 > a0].any():
+            raise Unsupported("column_bounds", "a causal key needs a third hidden interval")
+        zero = np.zeros_like(keys)
+        return b0, np.where(two, a1, rows).astype(np.int32), zero, zero
+    if (two & (a0 > 0)).any():
+        raise Unsupported("column_bounds", "a key needs a third hidden interval")
+    lts = np.where(two, b1, b0)
+    uts, ute = np.where(two, b0, 0), np.where(two, a1, a0)
+    return tuple(x.astype(np.int32) for x in (lts, np.full_like(keys, rows), uts, ute))
+
+
+# ---- the twelve patterns -------------------------------------------------------------------------
+
+
+def _positions(q_len: int, kv_len: int) -> np.ndarray:
+    for label, n in (("q_len", q_len), ("kv_len", kv_len)):
+        if n < 0:
+            raise ValueError(f"{label}: {n} is negative")
+    return np.arange(q_len, dtype=np.int32) + np.int32(kv_len - q_len)
+
+
+def _count(label: str, value: int, low: int = 0) -> int:
+    if int(value) != value or value < low:
+        raise ValueError(f"{label}: {value!r} is not an integer >= {low}")
+    return int(value)
+
+
+def _lengths(label: str, lengths: Sequence[int], kv_len: int) -> np.ndarray:
+    out = np.asarray(lengths)
+    if out.ndim != 1 or (out.size and out.dtype.kind not in "iu"):
+        raise ValueError(f"{label}: must be a flat sequence of integers")
+    if (out < 0).any() or out.sum() != kv_len:
+        raise ValueError(f"{label}: must be >= 0 and sum to kv_len {kv_len}, sum is {out.sum()}")
+    return out.astype(np.int64)
+
+
+def _segments(lengths: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Index, start and end of the segment that each position stands in (first segment if negative)."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.searchsorted(bounds, np.maximum(position, 0), side="right") - 1
+    index = np.minimum(index, max(0, len(lengths) - 1))
+    if not len(lengths):
+        zero = np.zeros_like(position)
+        return zero, zero, zero
+    return index, bounds[index].astype(np.int32), bounds[index + 1].astype(np.int32)
+
+
+def _make(name: str, position: np.ndarray, kv_len: int, pairs, *, regular=None, **params) -> IntervalMask:
+    """Intervals at row positions; rows before the first key are empty."""
+    starts = np.stack([np.broadcast_to(s, position.shape) for s, _ in pairs])
+    ends = np.stack([np.broadcast_to(e, position.shape) for _, e in pairs])
+    ends = np.where(position < 0, 0, ends)
+    return from_intervals(starts, ends, kv_len, name=name, params=params, regular=regular)
+
+
+def _cu_seqlens(lengths: np.ndarray, q_len: int, kv_len: int) -> dict[str, tuple[int, ...]]:
+    """Offsets of each document's queries and keys; rows before the first key form a document without keys."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    shift = kv_len - q_len
+    q_bounds = np.clip(bounds - shift, 0, q_len)
+    if shift < 0:
+        q_bounds, bounds = np.concatenate([[0], q_bounds]), np.concatenate([[0], bounds])
+    return {"cu_seqlens_q": tuple(q_bounds.tolist()), "cu_seqlens_kv": tuple(bounds.tolist())}
+
+
+def full(q_len: int, kv_len: int) -> IntervalMask:
+    """Every row sees every key. Area q_len * kv_len."""
+    _positions(q_len, kv_len)
+    starts, ends = np.zeros((1, q_len), np.int32), np.full((1, q_len), kv_len, np.int32)
+    return from_intervals(starts, ends, kv_len, name="full", regular=Regular())
+
+
+def causal(q_len: int, kv_len: int) -> IntervalMask:
+    """Row i sees j <= i. Area T(T+1)/2 on a square.
+
+    >>> causal(4, 4).area
+    10
+    """
+    p = _positions(q_len, kv_len)
+    return _make("causal", p, kv_len, [(0, p + 1)], regular=Regular(causal=True))
+
+
+def full_document(q_len: int, kv_len: int, lengths: Sequence[int]) -> IntervalMask:
+    """Row i sees the keys of its own document. Area sum l^2. `lengths` sums to kv_len."""
+    p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
+    _, s, e = _segments(lengths, p)
+    regular = Regular(**_cu_seqlens(lengths, q_len, kv_len))
+    return _make("full_document", p, kv_len, [(s, e)], regular=regular, lengths=lengths)
+
+
+def causal_document(q_len: int, kv_len: int, lengths: Sequence[int]) -> IntervalMask:
+    """Row i sees j <= i of its own document. Area sum l(l+1)/2."""
+    p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
+    _, s, _ = _segments(lengths, p)
+    regular = Regular(causal=True, **_cu_seqlens(lengths, q_len, kv_len))
+    return _make("causal_document", p, kv_len, [(s, p + 1)], regular=regular, lengths=lengths)
+
+
+def full_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
+    """Row i sees abs(i - j) <= window (inclusive both sides). Area T(2w+1) - w(w+1) for w < T."""
+    p, w = _positions(q_len, kv_len), _count("window", window)
+    w32 = min(w, kv_len + q_len)
+    regular = Regular(window=(w, w))
+    return _make("full_sliding_window", p, kv_len, [(p - w32, p + w32 + 1)], regular=regular, window=w)
+
+
+def causal_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
+    """Row i sees 0 <= i - j <= window (window + 1 tokens). Area T(w+1) - w(w+1)/2 for w < T."""
+    p, w = _positions(q_len, kv_len), _count("window", window)
+    regular = Regular(causal=True, window=(w, 0))
+    return _make(
+        "causal_sliding_window", p, kv_len, [(p - min(w, kv_len + q_len), p + 1)], regular=regular, window=w
+    )
+
+
+def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) -> IntervalMask:
+    """Groups of a question and its answers: an answer sees its question and itself, causally.
+
+    Args:
+      groups: for each group [question, answer, answer, ...] lengths; all sum to kv_len.
+    """
+    p = _positions(q_len, kv_len)
+    if any(len(g) == 0 for g in groups):
+        raise ValueError("groups: each group needs at least a question")
+    lengths = _lengths("groups", [n for g in groups for n in g], kv_len)
+    segment, s, _ = _segments(lengths, p)
+    question = np.repeat(np.cumsum([0] + [len(g) for g in groups])[:-1], [len(g) for g in groups])
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    of = question[segment] if len(question) else segment
+    q_start, q_end = bounds[of], bounds[np.minimum(of + 1, len(bounds) - 1)]
+    pairs = [(q_start, np.minimum(q_end, p + 1)), (s, p + 1)]
+    return _make("shared_question", p, kv_len, pairs, groups=tuple(tuple(map(int, g)) for g in groups))
+
+
+def global_sliding_window(q_len: int, kv_len: int, global_tokens: int, window: int) -> IntervalMask:
+    """Row i sees j iff i < g or j < g or abs(i - j) <= window."""
+    p, g, w = _positions(q_len, kv_len), _count("global_tokens", global_tokens), _count("window", window)
+    w32 = min(w, kv_len + q_len)
+    first = np.where(p < g, kv_len, min(g, kv_len))
+    pairs = [(0, first), (p - w32, p + w32 + 1)]
+    return _make("global_sliding_window", p, kv_len, pairs, global_tokens=g, window=w)
+
+
+def causal_blockwise(q_len: int, kv_len: int, blocks: Sequence[int]) -> IntervalMask:
+    """Demonstrations attend causally within themselves, the last block causally to everything."""
+    p, lengths = _positions(q_len, kv_len), _lengths("blocks", blocks, kv_len)
+    index, s, _ = _segments(lengths, p)
+    s = np.where(index == len(lengths) - 1, 0, s)
+    return _make("causal_blockwise", p, kv_len, [(s, p + 1)], blocks=lengths)
+
+
+def prefix_lm_causal(q_len: int, kv_len: int, prefix: int) -> IntervalMask:
+    """Row i sees j <= i or j < prefix."""
+    p, n = _positions(q_len, kv_len), _count("prefix", prefix)
+    return _make("prefix_lm_causal", p, kv_len, [(0, np.maximum(p + 1, min(n, kv_len)))], prefix=n)
+
+
+def prefix_lm_document(q_len: int, kv_len: int, lengths: Sequence[int], prefixes: Sequence[int]) -> IntervalMask:
+    """Prefix LM inside each document, which has a prefix length of its own, 0 <= prefix <= length."""
+    p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
+    prefixes = np.asarray(prefixes, np.int64)
+    if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
+        raise ValueError("prefixes: one per document, 0 <= prefix <= length")
+    index, s, _ = _segments(lengths, p)
+    prefix = prefixes[index].astype(np.int32) if len(prefixes) else s
+    pairs = [(s, np.maximum(p + 1, s + prefix))]
+    return _make("prefix_lm_document", p, kv_len, pairs, lengths=lengths, prefixes=prefixes)
+
+
+def block_causal_document(q_len: int, kv_len: int, lengths: Sequence[int], block: int) -> IntervalMask:
+    """Inside a document, row i sees every block up to and with its own (blocks count from its start)."""
+    p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
+    b = _count("block", block, low=1)
+    _, s, e = _segments(lengths, p)
+    end = s + ((np.maximum(p, 0) - s).astype(np.int64) // b + 1) * b
+    return _make("block_causal_document", p, kv_len, [(s, np.minimum(end, e))], lengths=lengths, block=b)
+
+
+STATIC_MASKS: Mapping[str, Callable[..., IntervalMask]] = MappingProxyType(
+    {
+        f.__name__: f
+        for f in (
+            full,
+            causal,
+            full_document,
+            causal_document,
+            full_sliding_window,
+            causal_sliding_window,
+            shared_question,
+            global_sliding_window,
+            causal_blockwise,
+            prefix_lm_causal,
+            prefix_lm_document,
+            block_causal_document,
+        )
+    }
+)
+REGULAR_MASKS = tuple(STATIC_MASKS)[:6]
