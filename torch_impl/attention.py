@@ -1,0 +1,67 @@
+"""The public attention call of the PyTorch stack; its twin is jax_impl/attention.py."""
+
+from typing import Any
+
+import torch
+
+from torch_impl import kernels
+from workload.problem import AttentionProblem
+
+
+def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = None, **options):
+    """Attention under a mask, differentiable in q, k and v.
+
+    Args:
+      q: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim], one dtype and device.
+      mask: an `IntervalMask` or `BlockMask` of (q_len, kv_len). Windows are inclusive, causal is
+        bottom-right aligned.
+      kernel: a name of `torch_impl.kernels.NAMES`.
+      scale: logit scale, head_dim ** -0.5 by default.
+      options: passed to the kernel's `prepare`.
+
+    Returns: out as q, and lse float32 [batch, q_heads, q_len], natural log. An empty row gives out 0
+    and lse -inf. Gradients flow through out; lse is a constant to differentiation.
+
+    Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree.
+    """
+    problem = problem_of(q, k, v, mask, scale)
+    chosen = kernels.get(kernel)
+    chosen.require(problem, ("forward",))
+    return attend(kernel, problem.scale, q, k, v, chosen.prepare(problem, q.device, **options))
+
+
+def problem_of(q, k, v, mask, scale: float | None = None) -> AttentionProblem:
+    """The `AttentionProblem` of these operands; ValueError naming the operand whose shape or dtype disagrees."""
+    if q.ndim != 4:
+        raise ValueError(f"q: shape {tuple(q.shape)} is not [batch, seq, heads, head_dim]")
+    dtype = str(q.dtype).removeprefix("torch.")
+    problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
+    for name, x, want in (("q", q, problem.q_shape), ("k", k, problem.kv_shape), ("v", v, problem.kv_shape)):
+        if tuple(x.shape) != want:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, the problem's is {want}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: {x.dtype} on {x.device}, q has {q.dtype} on {q.device}")
+    return problem
+
+
+def attend(kernel: str, scale: float, q, k, v, operands: Any):
+    """out, lse of a kernel on operands it prepared; differentiable in q, k, v through out."""
+    return _Attend.apply(kernel, scale, q, k, v, operands)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kernel, scale, q, k, v, operands):
+        out, lse = kernels.get(kernel).forward(q, k, v, operands, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = kernel, scale, operands
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _):
+        kernel, scale, operands = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = kernels.get(kernel).backward(q, k, v, out, lse, dout, operands, scale)
+        return None, None, dq, dk, dv, None
