@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_impl.kernels.base import Kernel
+from workload.block_masks import BlockMask
 from workload.capability import ALL_MASKS, Capability
 from workload.masks import visible
 from workload.problem import AttentionProblem
@@ -20,15 +22,39 @@ class IntervalOperands:
     ends: jax.Array
 
 
-def prepare(problem: AttentionProblem, device=None) -> IntervalOperands:
-    """The mask's row intervals on the device."""
-    return IntervalOperands(*(jax.device_put(x, device) for x in (problem.mask.starts, problem.mask.ends)))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockOperands:
+    """A dynamic mask by token; block numbers count from 1, 0 is no block.
+
+    q_block, kv_block: int32 [heads, q_len], [heads, kv_len]; limits: int32 [q_len], leading keys a row may see;
+    bitmap: bool [heads, q_blocks + 1, kv_blocks + 1].
+    """
+
+    q_block: jax.Array
+    kv_block: jax.Array
+    limits: jax.Array
+    bitmap: jax.Array
 
 
-def _seen(operands: IntervalOperands, kv_len: int) -> jax.Array:
-    """Dense mask, bool [1, q_len, kv_len]."""
-    q_len = operands.starts.shape[1]
-    return visible(operands.starts, operands.ends, jnp.arange(q_len)[:, None], jnp.arange(kv_len)[None, :])[None]
+def prepare(problem: AttentionProblem, device=None) -> IntervalOperands | BlockOperands:
+    """The mask's row intervals, or its blocks by token, on the device."""
+    mask = problem.mask
+    if isinstance(mask, BlockMask):
+        bitmap = np.pad(mask.block_bitmap(), ((0, 0), (1, 0), (1, 0)))
+        arrays = (mask.q_block_ids() + 1, mask.kv_block_ids() + 1, mask.limits, bitmap)
+        return BlockOperands(*(jax.device_put(x, device) for x in arrays))
+    return IntervalOperands(*(jax.device_put(x, device) for x in (mask.starts, mask.ends)))
+
+
+def dense_mask(operands: IntervalOperands | BlockOperands, kv_len: int) -> jax.Array:
+    """The element mask, bool [heads, q_len, kv_len]; heads is 1 for a static mask."""
+    j = jnp.arange(kv_len)[None, :]
+    if isinstance(operands, BlockOperands):
+        head = jnp.arange(len(operands.bitmap))[:, None, None]
+        listed = operands.bitmap[head, operands.q_block[:, :, None], operands.kv_block[:, None, :]]
+        return listed & (j < operands.limits[:, None])
+    return visible(operands.starts, operands.ends, jnp.arange(operands.starts.shape[1])[:, None], j)[None]
 
 
 def _split(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -44,7 +70,7 @@ def _join(x: jax.Array) -> jax.Array:
 
 
 def _logits(q, k, operands, scale):
-    seen = _seen(operands, k.shape[1])
+    seen = dense_mask(operands, k.shape[1])
     hk = k.shape[2]
     group = q.shape[2] // hk if seen.shape[0] == q.shape[2] else 1
     seen = seen.reshape(-1, group, *seen.shape[1:])[None]

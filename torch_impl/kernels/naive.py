@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from torch_impl.kernels.base import Kernel
+from workload.block_masks import BlockMask
 from workload.capability import ALL_MASKS, Capability
 from workload.masks import visible
 from workload.problem import AttentionProblem
@@ -18,15 +20,39 @@ class IntervalOperands:
     ends: torch.Tensor
 
 
-def prepare(problem: AttentionProblem, device=None) -> IntervalOperands:
-    """The mask's row intervals on the device."""
-    return IntervalOperands(*(torch.as_tensor(x, device=device) for x in (problem.mask.starts, problem.mask.ends)))
+@dataclasses.dataclass(frozen=True)
+class BlockOperands:
+    """A dynamic mask by token; block numbers count from 1, 0 is no block.
+
+    q_block, kv_block: int32 [heads, q_len], [heads, kv_len]; limits: int32 [q_len], leading keys a row may see;
+    bitmap: bool [heads, q_blocks + 1, kv_blocks + 1].
+    """
+
+    q_block: torch.Tensor
+    kv_block: torch.Tensor
+    limits: torch.Tensor
+    bitmap: torch.Tensor
 
 
-def _seen(operands: IntervalOperands, kv_len: int) -> torch.Tensor:
-    """Dense mask, bool [1, q_len, kv_len]."""
-    q_len, device = operands.starts.shape[1], operands.starts.device
-    i, j = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)[None, :]
+def prepare(problem: AttentionProblem, device=None) -> IntervalOperands | BlockOperands:
+    """The mask's row intervals, or its blocks by token, on the device."""
+    mask = problem.mask
+    if isinstance(mask, BlockMask):
+        bitmap = np.pad(mask.block_bitmap(), ((0, 0), (1, 0), (1, 0)))
+        arrays = (mask.q_block_ids() + 1, mask.kv_block_ids() + 1, mask.limits, bitmap)
+        return BlockOperands(*(torch.as_tensor(x, device=device) for x in arrays))
+    return IntervalOperands(*(torch.as_tensor(x, device=device) for x in (mask.starts, mask.ends)))
+
+
+def dense_mask(operands: IntervalOperands | BlockOperands, kv_len: int) -> torch.Tensor:
+    """The element mask, bool [heads, q_len, kv_len]; heads is 1 for a static mask."""
+    if isinstance(operands, BlockOperands):
+        j = torch.arange(kv_len, device=operands.limits.device)[None, :]
+        head = torch.arange(len(operands.bitmap), device=j.device)[:, None, None]
+        listed = operands.bitmap[head, operands.q_block[:, :, None], operands.kv_block[:, None, :]]
+        return listed & (j < operands.limits[:, None])
+    j = torch.arange(kv_len, device=operands.starts.device)[None, :]
+    i = torch.arange(operands.starts.shape[1], device=j.device)[:, None]
     return visible(operands.starts, operands.ends, i, j)[None]
 
 
@@ -43,7 +69,7 @@ def _join(x: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(q, k, operands, scale):
-    seen = _seen(operands, k.shape[1])
+    seen = dense_mask(operands, k.shape[1])
     hk = k.shape[2]
     group = q.shape[2] // hk if seen.shape[0] == q.shape[2] else 1
     seen = seen.reshape(-1, group, *seen.shape[1:])[None]
