@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jax_impl import kernels
+from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 
 
@@ -58,7 +59,10 @@ def _attend_forward(kernel, scale, q, k, v, operands):
 
 def _attend_backward(kernel, scale, saved, cotangents):
     q, k, v, out, lse, operands = saved
-    dq, dk, dv = kernels.get(kernel).backward(q, k, v, out, lse, cotangents[0], operands, scale)
+    backward = kernels.get(kernel).backward
+    if backward is None:
+        raise Unsupported(f"jax kernel {kernel}", "has no backward pass")
+    dq, dk, dv = backward(q, k, v, out, lse, cotangents[0], operands, scale)
     return dq, dk, dv, None
 
 

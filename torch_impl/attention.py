@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from torch_impl import kernels
+from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 
 
@@ -63,5 +64,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout, _):
         kernel, scale, operands = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = kernels.get(kernel).backward(q, k, v, out, lse, dout, operands, scale)
+        backward = kernels.get(kernel).backward
+        if backward is None:
+            raise Unsupported(f"torch kernel {kernel}", "has no backward pass")
+        dq, dk, dv = backward(q, k, v, out, lse, dout, operands, scale)
         return None, None, dq, dk, dv, None

@@ -110,14 +110,15 @@ class BlockMask:
         slope, level = np.zeros(self.q_len + 1, np.int64), np.zeros(self.q_len + 1, np.int64)
         for h in range(self.heads):
             row, slot = np.nonzero(self.listed[h])
-            begin, end = self.kv_bounds[h, self.indices[h, row, slot]], self.kv_bounds[h, self.indices[h, row, slot] + 1]
+            key_block = self.indices[h, row, slot]
+            begin, end = self.kv_bounds[h, key_block], self.kv_bounds[h, key_block + 1]
             first, last = self.q_bounds[h, row], self.q_bounds[h, row + 1]
             rises = np.clip(np.searchsorted(limits, begin, side="right"), first, last)
             tops = np.clip(np.searchsorted(limits, end, side="left"), first, last)
-            for target, at, amount in (
-                (slope, rises, 1), (slope, tops, -1), (level, rises, -begin), (level, tops, end), (level, last, begin - end)
-            ):
-                np.add.at(target, at, np.asarray(amount, np.int64))
+            for at, amount in ((rises, 1), (tops, -1)):
+                np.add.at(slope, at, amount)
+            for at, amount in ((rises, -begin), (tops, end), (last, begin - end)):
+                np.add.at(level, at, amount)
         return np.cumsum(slope)[:-1] * limits + np.cumsum(level)[:-1]
 
     @cached_property
@@ -194,7 +195,9 @@ class BlockMask:
             q_positions=self.q_positions[q_at],
             kv_positions=self.kv_positions[kv_at],
         )
-        return local._with_blocks(*_held(local.q_bounds), *_held(local.kv_bounds), self.block)
+        q_bounds, q_from = _held(local.q_bounds)
+        kv_bounds, kv_from = _held(local.kv_bounds)
+        return local._with_blocks(q_bounds, q_from, kv_bounds, kv_from, self.block)
 
     def padded(self, q_blocks: int, kv_blocks: int, max_count: int) -> "BlockMask":
         """The same mask with exactly these numbers of blocks and list slots (for stacking across ranks)."""

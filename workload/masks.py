@@ -302,7 +302,7 @@ def _make(name: str, position: np.ndarray, kv_len: int, pairs, *, regular=None, 
     return from_intervals(starts, ends, kv_len, name=name, params=params, regular=regular)
 
 
-def _cu_seqlens(lengths: np.ndarray, q_len: int, kv_len: int) -> dict[str, tuple[int, ...]]:
+def _cu_seqlens(lengths: np.ndarray, q_len: int, kv_len: int) -> dict[str, Any]:
     """Offsets of each document's queries and keys; rows before the first key form a document without keys."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     shift = kv_len - q_len

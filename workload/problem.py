@@ -34,7 +34,7 @@ class AttentionProblem:
     kv_heads: int = 1
     head_dim: int = 128
     dtype: str = "bfloat16"
-    scale: float | None = None
+    scale: float = None  # type: ignore[assignment]  # set below, where head_dim is known
 
     def __post_init__(self):
         for name in ("batch", "q_heads", "kv_heads", "head_dim"):

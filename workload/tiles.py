@@ -93,8 +93,8 @@ def tile_runs(starts: np.ndarray, ends: np.ndarray, kv_len: int, tile_q: int, ti
     whole = some & (outer > inner)
     full = _coverage(_by_tile(inner, whole, q_tiles, tile_q, k_tiles),
                      _by_tile(outer, whole, q_tiles, tile_q, k_tiles), rows, k_tiles)
-    partial = _subtract(touched, full, k_tiles)
-    return TileRuns(*_trim(*full), *_trim(*partial), tile_q, tile_k, k_tiles)
+    (full_begin, full_end), (partial_begin, partial_end) = _trim(*full), _trim(*_subtract(touched, full, k_tiles))
+    return TileRuns(full_begin, full_end, partial_begin, partial_end, tile_q, tile_k, k_tiles)
 
 
 def _by_tile(values, keep, q_tiles, tile_q, fill):
