@@ -21,7 +21,7 @@ class AttentionProblem:
       batch, q_heads, kv_heads, head_dim: sizes; kv_heads divides q_heads, query head h reads
         kv head h // (q_heads // kv_heads).
       dtype: of q, k, v, out and the gradients; lse is float32.
-      scale: logits are scale * q.k; head_dim ** -0.5 by default.
+      scale: a float, logits are scale * q.k; head_dim ** -0.5 by default.
 
     >>> from workload.masks import causal
     >>> AttentionProblem(causal(4, 4), head_dim=1).flops("forward")
@@ -34,7 +34,7 @@ class AttentionProblem:
     kv_heads: int = 1
     head_dim: int = 128
     dtype: str = "bfloat16"
-    scale: float = None  # type: ignore[assignment]  # set below, where head_dim is known
+    scale: Any = None
 
     def __post_init__(self):
         for name in ("batch", "q_heads", "kv_heads", "head_dim"):
