@@ -1,0 +1,145 @@
+"""The suite that every kernel of either stack inherits by being in its table.
+
+A case is an attention problem; a kernel is judged on out, lse, dq, dk and dv separately against the
+float64 oracle, each with a budget that a naive run of the same stack, in the same dtype, on the same
+data sets. A kernel only subtracts: what its capability or this machine does not give is skipped with
+the reason that `Kernel.refuse` gives.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from workload import masks
+from workload.block_masks import uniform_block, variable_block
+from workload.capability import Capability
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+BUDGET = 4.0  # times what naive loses; flash kernels round P and dS to the operands' dtype before a product
+FLOOR = 4e-7  # a few float32 roundings, for the results on which naive happens to lose nothing
+
+Q_LEN, KV_LEN, BATCH, Q_HEADS, KV_HEADS = 147, 203, 2, 3, 1  # pairwise distinct; two ragged tiles of 128 each way
+LENGTHS = (61, 0, 1, 90, 51)  # an empty document, one of one token, and the borders on no tile's edge
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem of the suite.
+
+    Attributes:
+      name: shown by pytest.
+      mask: (q_len, kv_len, block size) -> mask.
+      quick: whether a kernel that runs in an interpreter takes it in the quick suite.
+      dtype: "float32" or "bfloat16"; a kernel that lacks it is given the first dtype it takes.
+      others: sizes and scale of the problem where they differ from the suite's.
+    """
+
+    name: str
+    mask: Callable[[int, int, int], object]
+    quick: bool = False
+    dtype: str = "float32"
+    q_len: int = Q_LEN
+    kv_len: int = KV_LEN
+    batch: int = BATCH
+    q_heads: int = Q_HEADS
+    kv_heads: int = KV_HEADS
+    head_dim: int = 64
+    scale: float | None = None
+
+    def problem(self, takes: Capability) -> AttentionProblem:
+        """The problem, moved inside what the capability declares: dtype, head_dim, heads, squareness, block size."""
+        dtype = self.dtype if self.dtype in takes.dtypes else takes.dtypes[0]
+        head_dim = self.head_dim
+        if takes.head_dims is not None and head_dim not in takes.head_dims:
+            head_dim = takes.head_dims[0]
+        kv_heads = self.kv_heads if takes.grouped_heads else self.q_heads
+        q_len = self.kv_len if takes.square_only else self.q_len
+        mask = self.mask(q_len, self.kv_len, (takes.block_sizes or (64,))[0])
+        return AttentionProblem(mask, self.batch, self.q_heads, kv_heads, head_dim, dtype, self.scale)
+
+
+def scattered(q_len: int, kv_len: int, intervals: int = 2, seed: int = 11) -> masks.IntervalMask:
+    """Random intervals for each row, a third of them empty: no named pattern, and whole rows see nothing."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, kv_len, (intervals, q_len))
+    ends = np.where(rng.random(starts.shape) < 1 / 3, starts, rng.integers(starts, kv_len + 1))
+    return masks.from_intervals(starts, ends, kv_len)
+
+
+def _static(name: str, *args) -> Callable:
+    return lambda q_len, kv_len, _: masks.STATIC_MASKS[name](q_len, kv_len, *args)
+
+
+CASES = (
+    Case("full", _static("full")),
+    Case("causal", _static("causal")),
+    Case("full_document", _static("full_document", LENGTHS)),
+    Case("causal_document", _static("causal_document", LENGTHS), quick=True),
+    Case("full_sliding_window", _static("full_sliding_window", 37)),
+    Case("causal_sliding_window", _static("causal_sliding_window", 37)),
+    Case("shared_question", _static("shared_question", [(40, 31, 23), (50, 0, 59)])),
+    Case("global_sliding_window", _static("global_sliding_window", 70, 19), quick=True),
+    Case("causal_blockwise", _static("causal_blockwise", LENGTHS)),
+    Case("prefix_lm_causal", _static("prefix_lm_causal", 93)),
+    Case("prefix_lm_document", _static("prefix_lm_document", LENGTHS, (20, 0, 1, 90, 7))),
+    Case("block_causal_document", _static("block_causal_document", LENGTHS, 24)),
+    Case("scattered", lambda q, k, _: scattered(q, k)),
+    Case("uniform_block", lambda q, k, b: uniform_block(q, k, 1, b, 0.5, seed=1)),
+    Case("uniform_block_causal", lambda q, k, b: uniform_block(q, k, 3, b, 0.7, causal=True, seed=2), quick=True,
+         q_heads=6, kv_heads=3, batch=1),
+    Case("uniform_block_top_p", lambda q, k, b: uniform_block(q, k, 1, b, top_p=0.8, selection="importance", seed=3)),
+    Case("variable_block", lambda q, k, b: variable_block(q, k, 3, 40, 9, 0.5, seed=4), q_heads=6, kv_heads=3,
+         batch=1),
+    Case("variable_block_causal", lambda q, k, b: variable_block(q, k, 4, 40, 9, 0.6, causal=True, seed=5),
+         q_heads=4, kv_heads=2, batch=1),
+    Case("rows_before_the_first_key", _static("causal"), quick=True, q_len=203, kv_len=147),
+    Case("scale_and_padded_head_dim", _static("causal"), head_dim=80, scale=0.37, q_heads=2, kv_heads=2, batch=1),
+    Case("one_token", _static("causal"), q_len=1, kv_len=1),
+    Case("one_past_a_tile", _static("causal"), q_len=65, kv_len=129),
+    Case("half_precision", _static("causal_document", LENGTHS), dtype="bfloat16"),
+)
+
+
+def inputs(problem: AttentionProblem, seed: int = 0) -> list[np.ndarray]:
+    """q, k, v, dout, float32 and standard normal; the stack rounds them to the problem's dtype."""
+    rng = np.random.default_rng(seed)
+    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def relative_error(got, want) -> float:
+    """Relative L2 error over what is finite in `want`; NaN, or an infinity in another place, is infinitely wrong."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"shape {got.shape}, the oracle's is {want.shape}")
+    finite = np.isfinite(want)
+    if np.isnan(want).any() or np.isnan(got).any() or not np.array_equal(got[~finite], want[~finite]):
+        return np.inf
+    size = np.linalg.norm(want[finite])
+    return float(np.linalg.norm(got[finite] - want[finite]) / (size if size else 1.0))
+
+
+def check(run: Callable, problem: AttentionProblem, kernel: str, naive: str = "naive") -> None:
+    """Runs a kernel and naive on the same bits and judges each result of the kernel.
+
+    Args:
+      run: (kernel name, problem, arrays) -> (the rounded arrays, results by name), all float64 NumPy.
+    """
+    rounded, expected = run(naive, problem, inputs(problem))
+    _, got = run(kernel, problem, inputs(problem))
+    want = attention_oracle(*rounded[:3], problem.mask, problem.scale, rounded[3])
+    wrong = []
+    for name in (n for n in RESULTS if n in got):
+        error = relative_error(got[name], getattr(want, name))
+        budget = BUDGET * relative_error(expected[name], getattr(want, name)) + FLOOR
+        if not error <= budget:
+            wrong.append(f"{name}: error {error:.3g} > {budget:.3g}")
+    assert not wrong, f"{kernel} on {problem.mask.name}: " + "; ".join(wrong)
+
+
+def passes_of(takes: Capability) -> tuple[str, ...]:
+    """The passes to ask for: backward only where the kernel declares one."""
+    return tuple(p for p in ("forward", "backward") if p in takes.passes)

@@ -1,0 +1,45 @@
+"""Every kernel of the JAX stack against the oracle; see tests/conformance.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import kernels
+from tests import conformance
+
+NATIVE = ("naive", "sdpa", "cudnn")  # not in an interpreter on a CPU
+
+
+def run(name, problem, arrays):
+    """The kernel's results, and the inputs as it saw them."""
+    kernel = kernels.get(name)
+    q, k, v, dout = (jnp.asarray(x, problem.dtype) for x in arrays)
+    operands = kernel.prepare(problem)
+    out, lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, operands, problem.scale)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    got = {"out": out, "lse": lse}
+    if kernel.backward is not None and "backward" in kernel.capability.passes:
+        backward = jax.jit(kernel.backward, static_argnums=7)
+        got |= zip(("dq", "dk", "dv"), backward(q, k, v, out, lse, dout, operands, problem.scale))
+    rounded = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
+    return rounded, {label: np.asarray(x, np.float64) for label, x in got.items()}
+
+
+def cases():
+    """(kernel, case) pairs; in an interpreter all but the quick ones are slow."""
+    on_gpu = jax.default_backend() == "gpu"
+    for name in kernels.NAMES:
+        for case in conformance.CASES:
+            slow = not (on_gpu or name in NATIVE or case.quick)
+            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("name,case", list(cases()))
+def test_kernel(name, case):
+    kernel = kernels.get(name)
+    problem = case.problem(kernel.capability)
+    reason = kernel.refuse(problem, conformance.passes_of(kernel.capability))
+    if reason:
+        pytest.skip(f"{name} {reason}")
+    conformance.check(run, problem, name)

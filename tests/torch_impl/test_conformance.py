@@ -1,0 +1,60 @@
+"""Every kernel of the PyTorch stack against the oracle; see tests/conformance.py."""
+
+import pytest
+import torch
+
+from tests import conformance
+from torch_impl import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NATIVE = ("naive", "sdpa", "cudnn", "fa2", "fa3", "flex")  # not in an interpreter on a CPU
+
+
+def run(name, problem, arrays):
+    """The kernel's results, and the inputs as it saw them; fresh memory is poisoned with NaN."""
+    kernel = kernels.get(name)
+    q, k, v, dout = (torch.tensor(x, dtype=getattr(torch, problem.dtype), device=DEVICE) for x in arrays)
+    operands = kernel.prepare(problem, q.device)
+    with poisoned():
+        out, lse = kernel.forward(q, k, v, operands, problem.scale)
+        assert out.dtype == q.dtype and lse.dtype == torch.float32
+        got = {"out": out, "lse": lse}
+        if kernel.backward is not None and "backward" in kernel.capability.passes:
+            grads = kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
+            got |= zip(("dq", "dk", "dv"), grads)
+    numpy = lambda x: x.detach().double().cpu().numpy()  # noqa: E731
+    return [numpy(x) for x in (q, k, v, dout)], {label: numpy(x) for label, x in got.items()}
+
+
+class poisoned:
+    """Inside, torch.empty and its kin hand out NaN: whoever reads memory that nobody wrote shows it."""
+
+    def __enter__(self):
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *_):
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+
+
+def cases():
+    """(kernel, case) pairs; in an interpreter all but the quick ones are slow."""
+    for name in kernels.NAMES:
+        for case in conformance.CASES:
+            slow = not (DEVICE == "cuda" or name in NATIVE or case.quick)
+            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("name,case", list(cases()))
+def test_kernel(name, case):
+    kernel = kernels.get(name)
+    problem = case.problem(kernel.capability)
+    reason = kernel.refuse(problem, conformance.passes_of(kernel.capability))
+    if reason:
+        pytest.skip(f"{name} {reason}")
+    conformance.check(run, problem, name)
+
+
+def test_fresh_memory_is_poisoned():
+    with poisoned():
+        assert torch.empty(7).isnan().all()
