@@ -4,7 +4,7 @@ import importlib
 
 from jax_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa")
+NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2")
 
 
 def get(name: str) -> Kernel:
