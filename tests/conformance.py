@@ -7,6 +7,7 @@ the reason that `Kernel.refuse` gives.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -34,7 +35,7 @@ class Case:
       mask: (q_len, kv_len, block size) -> mask.
       quick: whether a kernel that runs in an interpreter takes it in the quick suite.
       dtype: "float32" or "bfloat16"; a kernel that lacks it is given the first dtype it takes.
-      others: sizes and scale of the problem where they differ from the suite's.
+      others: sizes and scale of the problem where they differ from the suite's; block is of uniform masks.
     """
 
     name: str
@@ -48,17 +49,26 @@ class Case:
     kv_heads: int = KV_HEADS
     head_dim: int = 64
     scale: float | None = None
+    block: int = 64
 
-    def problem(self, takes: Capability) -> AttentionProblem:
-        """The problem, moved inside what the capability declares: dtype, head_dim, heads, squareness, block size."""
-        dtype = self.dtype if self.dtype in takes.dtypes else takes.dtypes[0]
-        head_dim = self.head_dim
-        if takes.head_dims is not None and head_dim not in takes.head_dims:
-            head_dim = takes.head_dims[0]
-        kv_heads = self.kv_heads if takes.grouped_heads else self.q_heads
-        q_len = self.kv_len if takes.square_only else self.q_len
-        mask = self.mask(q_len, self.kv_len, (takes.block_sizes or (64,))[0])
-        return AttentionProblem(mask, self.batch, self.q_heads, kv_heads, head_dim, dtype, self.scale)
+    def within(self, takes: Capability) -> "Case":
+        """The case moved inside what a capability declares: dtype, head_dim, heads, squareness, block size."""
+        return dataclasses.replace(
+            self,
+            dtype=self.dtype if self.dtype in takes.dtypes else takes.dtypes[0],
+            head_dim=self.head_dim if self.head_dim in (takes.head_dims or (self.head_dim,)) else takes.head_dims[0],
+            kv_heads=self.kv_heads if takes.grouped_heads else self.q_heads,
+            q_len=self.kv_len if takes.square_only else self.q_len,
+            block=(takes.block_sizes or (self.block,))[0],
+        )
+
+    @functools.cached_property
+    def problem(self) -> AttentionProblem:
+        """The attention problem of the case."""
+        mask = self.mask(self.q_len, self.kv_len, self.block)
+        return AttentionProblem(
+            mask, self.batch, self.q_heads, self.kv_heads, self.head_dim, self.dtype, self.scale
+        )
 
 
 def scattered(q_len: int, kv_len: int, intervals: int = 2, seed: int = 11) -> masks.IntervalMask:
@@ -122,22 +132,31 @@ def relative_error(got, want) -> float:
     return float(np.linalg.norm(got[finite] - want[finite]) / (size if size else 1.0))
 
 
-def check(run: Callable, problem: AttentionProblem, kernel: str, naive: str = "naive") -> None:
-    """Runs a kernel and naive on the same bits and judges each result of the kernel.
+@functools.lru_cache(maxsize=64)
+def _reference(run: Callable, case: Case):
+    """The oracle's results on the inputs as the stack rounds them, and the budget of each."""
+    problem = case.problem
+    rounded, naive = run("naive", problem, inputs(problem))
+    want = attention_oracle(*rounded[:3], problem.mask, problem.scale, rounded[3])
+    budget = {name: BUDGET * relative_error(naive[name], getattr(want, name)) + FLOOR for name in RESULTS}
+    return want, budget
+
+
+def check(run: Callable, case: Case, kernel: str) -> None:
+    """Runs a kernel and judges each of its results.
 
     Args:
-      run: (kernel name, problem, arrays) -> (the rounded arrays, results by name), all float64 NumPy.
+      run: (kernel name, problem, arrays) -> (the arrays as the stack rounds them, results by name), float64 NumPy.
+      case: already within the kernel's capability.
     """
-    rounded, expected = run(naive, problem, inputs(problem))
-    _, got = run(kernel, problem, inputs(problem))
-    want = attention_oracle(*rounded[:3], problem.mask, problem.scale, rounded[3])
+    want, budget = _reference(run, case)
+    got = run(kernel, case.problem, inputs(case.problem))[1]
     wrong = []
-    for name in (n for n in RESULTS if n in got):
-        error = relative_error(got[name], getattr(want, name))
-        budget = BUDGET * relative_error(expected[name], getattr(want, name)) + FLOOR
-        if not error <= budget:
-            wrong.append(f"{name}: error {error:.3g} > {budget:.3g}")
-    assert not wrong, f"{kernel} on {problem.mask.name}: " + "; ".join(wrong)
+    for name, value in got.items():
+        error = relative_error(value, getattr(want, name))
+        if not error <= budget[name]:
+            wrong.append(f"{name}: error {error:.3g} > {budget[name]:.3g}")
+    assert not wrong, f"{kernel} on {case.name}: " + "; ".join(wrong)
 
 
 def passes_of(takes: Capability) -> tuple[str, ...]:

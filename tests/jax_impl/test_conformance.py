@@ -38,8 +38,8 @@ def cases():
 @pytest.mark.parametrize("name,case", list(cases()))
 def test_kernel(name, case):
     kernel = kernels.get(name)
-    problem = case.problem(kernel.capability)
-    reason = kernel.refuse(problem, conformance.passes_of(kernel.capability))
+    case = case.within(kernel.capability)
+    reason = kernel.refuse(case.problem, conformance.passes_of(kernel.capability))
     if reason:
         pytest.skip(f"{name} {reason}")
-    conformance.check(run, problem, name)
+    conformance.check(run, case, name)
