@@ -1,0 +1,333 @@
+"""The forward pass on Hopper: wgmma, TMA, a producer and ping-pong consumer warpgroups, any mask policy.
+
+FlashAttention-3's schedule (Shah et al., 2024, sections 3.1 and 3.2): the logits of step n are issued together with the
+product of step n - 1, so that a warpgroup's softmax runs while the tensor cores work on its own previous step, and two
+warpgroups take turns at issuing. Written for Pallas Mosaic GPU.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Tile sizes and the schedule of the forward kernel.
+
+    Attributes:
+      rows: query rows of one consumer warpgroup, a multiple of 64.
+      consumers: consumer warpgroups of a thread block; its row tile is rows * consumers.
+      columns: keys of a tile.
+      stages: depth of the key and value rings.
+      registers: of a consumer and of the producer thread; (consumers, 1) weighted sum at most 512.
+      turns: whether consumers take turns at issuing products.
+      l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
+    """
+
+    rows: int = 64
+    consumers: int = 2
+    columns: int = 128
+    stages: int = 2
+    registers: tuple[int, int] = (240, 24)
+    turns: bool = True
+    l2_bytes: int = 24 << 20
+
+    @property
+    def row_tokens(self) -> int:
+        """Query rows of a thread block."""
+        return self.rows * self.consumers
+
+
+def shared_tile(shape, dtype):
+    """A swizzled shared-memory buffer of tiles that TMA fills and wgmma reads."""
+    item = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * item * 8)
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))
+    )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple that is >= n."""
+    return -(-n // multiple) * multiple
+
+
+def heads_side_by_side(q_heads: int, kv_heads: int, kv_bytes: int, budget: int) -> int:
+    """Query heads whose keys and values (kv_bytes a kv head) fit the budget together; divides q_heads."""
+    fitting = max(1, min(kv_heads, budget // max(1, kv_bytes)))
+    while kv_heads % fitting:
+        fitting -= 1
+    return fitting * (q_heads // kv_heads)
+
+
+def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_dtype=None):
+    """Attention of q over k and v under a mask policy.
+
+    Args:
+      q: [batch, q_len, q_heads, head_dim], bfloat16 or float16; k, v: [batch, kv_len, kv_heads, head_dim].
+      policy: rows are queries in tiles of `tiles.row_tokens`, columns are keys in tiles of `tiles.columns`.
+      scale: > 0.
+      out_dtype: of out; q's by default.
+
+    Returns: out [batch, q_len, q_heads, head_dim] and lse float32 [batch, q_heads, q_len], natural log, -inf where empty.
+    """
+    batch, q_len, q_heads, dim = q.shape
+    padded = round_up(q_len, tiles.row_tokens)
+    out_dtype = jnp.dtype(out_dtype or q.dtype)
+    kv_bytes = 4 * k.shape[1] * dim
+    side = heads_side_by_side(q_heads, k.shape[2], kv_bytes, tiles.l2_bytes)
+    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, q.dtype, out_dtype)
+    n, t = tiles.consumers, tiles
+    staged = jnp.dtype(q.dtype)
+    out, lse = plgpu.kernel(
+        kernel.body,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
+            jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
+        ],
+        scratch_types=dict(
+            q_s=shared_tile((n, t.rows, dim), staged),
+            k_s=shared_tile((t.stages, t.columns, dim), staged),
+            v_s=shared_tile((t.stages, t.columns, dim), staged),
+            lse_s=plgpu.SMEM((n, t.rows), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=n),
+            k_ready=plgpu.Barrier(num_barriers=t.stages),
+            v_ready=plgpu.Barrier(num_barriers=t.stages),
+            k_free=plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
+            v_free=plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
+            turn=plgpu.Barrier(num_barriers=n),
+        ),
+        grid=(batch, q_heads // side, padded // tiles.row_tokens, side),
+        grid_names=("batch", "section", "place", "side"),
+        num_threads=n + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        kernel_name="hopper_forward",
+    )(q, k, v, *policy.operands())
+    return out[:, :q_len], lse[:, :, :q_len]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The kernel's body and what it closes over."""
+
+    policy: Policy
+    tiles: ForwardTiles
+    scale: float
+    kv_heads: int
+    q_heads: int
+    dim: int
+    side: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+    def body(self, q_g, k_g, v_g, *refs, **scratch):
+        """One thread block: a row tile of one head."""
+        *mask_refs, out_g, lse_g = refs
+        s = _Scratch(q_g, k_g, v_g, out_g, lse_g, **scratch)
+        q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        head = Head(lax.axis_index("batch"), q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads)))
+        tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
+        partial, total = self.policy.steps(mask_refs, head, tile)
+        warpgroup = lax.axis_index("warpgroup")
+        column = functools.partial(self.policy.column, mask_refs, head, tile)
+        pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, head, column, total))
+
+        @pl.when(warpgroup < self.tiles.consumers)
+        def _():
+            plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+            row0 = tile * self.tiles.row_tokens + warpgroup * self.tiles.rows
+            rows = self.policy.load_rows(mask_refs, head, row0, self.tiles.rows)
+            _Consumer(self, s, head, warpgroup, row0, rows, column, partial, total).run()
+
+    def _produce(self, s, head, column, total):
+        """Fills the rings: keys one step ahead of values, since the values of a step are wanted one step later."""
+        plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
+        stages = self.tiles.stages
+
+        def load(n, gmem, smem, ready, free):
+            slot = lax.rem(n, jnp.int32(stages))
+            keys = pl.ds(column(n) * self.tiles.columns, self.tiles.columns)
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
+
+        load_k = functools.partial(load, gmem=s.k_g, smem=s.k_s, ready=s.k_ready, free=s.k_free)
+        load_v = functools.partial(load, gmem=s.v_g, smem=s.v_s, ready=s.v_ready, free=s.v_free)
+
+        def step(n, _):
+            pl.when(n < total)(lambda: load_k(n))
+            pl.when(n > 0)(lambda: load_v(n - 1))
+
+        pl.when(total > 0)(lambda: lax.fori_loop(0, total + 1, step, None))
+
+        def drain(n, _):  # nothing may be pending when the block ends
+            slot = lax.rem(n, jnp.int32(stages))
+            plgpu.barrier_wait(s.k_free.at[slot])
+            plgpu.barrier_wait(s.v_free.at[slot])
+
+        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
+
+    q_g: jax.Ref
+    k_g: jax.Ref
+    v_g: jax.Ref
+    out_g: jax.Ref
+    lse_g: jax.Ref
+    q_s: jax.Ref
+    k_s: jax.Ref
+    v_s: jax.Ref
+    lse_s: jax.Ref
+    q_ready: jax.Ref
+    k_ready: jax.Ref
+    v_ready: jax.Ref
+    k_free: jax.Ref
+    v_free: jax.Ref
+    turn: jax.Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: online softmax over the column tiles of its rows."""
+
+    kernel: _Forward
+    s: _Scratch
+    head: Head
+    warpgroup: jax.Array
+    row0: jax.Array
+    rows: tuple
+    column: functools.partial
+    partial: jax.Array
+    total: jax.Array
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        """The schedule."""
+        return self.kernel.tiles
+
+    def run(self):
+        """Loads q, runs the column tiles, writes out and lse."""
+        s, t, dim = self.s, self.tiles, self.kernel.dim
+        rows = pl.ds(self.row0, t.rows)
+        q_s = s.q_s.at[self.warpgroup]
+        plgpu.copy_gmem_to_smem(s.q_g.at[self.head.batch, rows, self.head.q], q_s, s.q_ready.at[self.warpgroup])
+        plgpu.barrier_wait(s.q_ready.at[self.warpgroup])
+        acc, top, weight = pl.run_scoped(self._all_steps, plgpu.ACC((t.rows, dim), jnp.float32))
+        some = weight > 0
+        inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
+        out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+        lse = top * self.kernel.scale + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
+        s.lse_s[self.warpgroup] = jnp.where(some, lse, -jnp.inf)
+        if self.kernel.out_dtype.itemsize == 2:
+            s.q_s[self.warpgroup] = out.astype(self.kernel.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s.lse_s.at[self.warpgroup], s.lse_g.at[self.head.batch, self.head.q, rows])
+        if self.kernel.out_dtype.itemsize == 2:
+            plgpu.copy_smem_to_gmem(q_s, s.out_g.at[self.head.batch, rows, self.head.q])
+        else:
+            s.out_g[self.head.batch, rows, self.head.q] = out
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _all_steps(self, acc_ref):
+        t = self.tiles
+        row = functools.partial(jnp.full, (t.rows,))
+        top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
+        weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
+        p = plgpu.layout_cast(jnp.zeros((t.rows, t.columns), self.kernel.dtype), TILE)
+        pl.when(self.warpgroup == t.consumers - 1)(self._pass_turn)
+        carry = lax.cond(self.total > 0, lambda c: self._first(c), lambda c: c, (top, weight, p))
+        carry = lax.fori_loop(1, self.partial, functools.partial(self._step, acc_ref, masked=True), carry)
+        first_full = jnp.maximum(1, self.partial)
+        top, weight, p = lax.fori_loop(
+            first_full, self.total, functools.partial(self._step, acc_ref, masked=False), carry
+        )
+        pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
+
+        @pl.when(self.total > 0)
+        def _():
+            self._product(acc_ref, p, self.total - 1)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.s.v_free.at[self._slot(self.total - 1)])
+
+        return acc_ref[...], top, weight
+
+    def _slot(self, n):
+        return lax.rem(n, jnp.int32(self.tiles.stages))
+
+    def _take_turn(self):
+        if self.tiles.turns:
+            plgpu.barrier_wait(self.s.turn.at[self.warpgroup])
+
+    def _pass_turn(self):
+        if self.tiles.turns:
+            following = lax.rem(self.warpgroup + 1, jnp.int32(self.tiles.consumers))
+            plgpu.barrier_arrive(self.s.turn.at[following])
+
+    def _logits(self, s_ref, n):
+        plgpu.wgmma(s_ref, self.s.q_s.at[self.warpgroup], self.s.k_s.at[self._slot(n)].transpose((1, 0)))
+
+    def _product(self, acc_ref, p, n):
+        plgpu.barrier_wait(self.s.v_ready.at[self._slot(n)])
+        plgpu.wgmma(acc_ref, p, self.s.v_s.at[self._slot(n)])
+
+    def _first(self, carry):
+        """Step 0: logits and softmax only."""
+        plgpu.barrier_wait(self.s.k_ready.at[self._slot(jnp.int32(0))])
+
+        def issue(s_ref):
+            self._logits(s_ref, jnp.int32(0))
+            return s_ref[...]
+
+        logits = pl.run_scoped(issue, plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32))
+        plgpu.barrier_arrive(self.s.k_free.at[self._slot(jnp.int32(0))])
+        top, weight, p, _ = self._softmax(logits, 0, *carry[:2], masked=True)
+        return top, weight, p.astype(self.kernel.dtype)
+
+    def _step(self, acc_ref, n, carry, *, masked: bool):
+        """Logits of step n and, under its softmax, the product of step n - 1."""
+        s, (top, weight, p) = self.s, carry
+        plgpu.barrier_wait(s.k_ready.at[self._slot(n)])
+
+        def issue(s_ref):
+            self._take_turn()
+            self._logits(s_ref, n)
+            self._product(acc_ref, p, n - 1)
+            self._pass_turn()
+            return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+
+        logits = pl.run_scoped(issue, plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32))
+        plgpu.barrier_arrive(s.k_free.at[self._slot(n)])
+        top, weight, p, alpha = self._softmax(logits, n, top, weight, masked=masked)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(s.v_free.at[self._slot(n - 1)])
+        acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
+        return top, weight, p.astype(self.kernel.dtype)
+
+    def _softmax(self, logits, n, top, weight, *, masked: bool):
+        """(new top in logit units, new weight, p float32, factor of the old accumulator)."""
+        policy, base = self.kernel.policy, self.kernel.scale * LOG2E
+        if masked:
+            place = Place(self.row0, self.column(n) * self.tiles.columns, self.tiles.rows, self.tiles.columns)
+            logits = jnp.where(policy.seen(self.rows, self.head, place), logits, -jnp.inf)
+        new_top = jnp.maximum(top, logits.max(axis=1))
+        # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
+        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        reference = reference * base
+        alpha = jnp.exp2(top * base - reference)
+        p = jnp.exp2(logits * base - lax.broadcast_in_dim(reference, logits.shape, [0]))
+        return new_top, weight * alpha + p.sum(axis=1), p, alpha

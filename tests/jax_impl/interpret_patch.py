@@ -1,0 +1,149 @@
+"""Test-only additions to the Mosaic GPU interpreter of jax 0.11.2, so that the Hopper kernels run on a CPU.
+
+Adds `run_state` (accumulators that start from a value), wgmma with its left operand in registers, stores into an
+accumulator and TMA reductions that add. Relies on private names of that version of jax, which constraints.txt pins.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+from jax._src import core as jcore
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
+from jax._src.state import discharge
+from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_Interpreter = jaxpr_interpret.JaxprInterpreter
+_interpret = _Interpreter.interpret
+_interpret_wgmma = _Interpreter._interpret_wgmma_ref_p
+
+
+def _allocate(self, token, value, eqn):
+    """A register buffer holding value; (token, key)."""
+    token, request = callbacks.call_make_allocation_request_array(
+        token=token,
+        compute_unit=self.thread,
+        memory_space_id=shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+        initial_ref_count=1,
+    )
+    return callbacks.call_allocate_buffer(
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_request_as_array=request,
+        value=value,
+        source_info=eqn.source_info,
+    )
+
+
+def _deallocate(self, token, key, eqn):
+    return callbacks.call_deallocate_buffer(
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=key,
+        source_info=eqn.source_info,
+    )
+
+
+def _run_state(self, eqn, token, values):
+    """Values become register buffers for the inner program; references pass through as their keys."""
+    inner, values, keys, shapes = eqn.params["jaxpr"], iter(values), [], []
+    outer = iter(eqn.invars)
+    for variable, initialised in zip(inner.invars, eqn.params["is_initialized"], strict=True):
+        if initialised and isinstance(next(outer).aval, state_types.AbstractRef):
+            keys.append(next(values))
+            shapes.append(None)
+            continue
+        aval = variable.aval.inner_aval
+        value = next(values) if initialised else jnp.zeros(aval.shape, aval.dtype)
+        token, key = _allocate(self, token, value, eqn)
+        keys.append(key)
+        shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    token, _ = self.interpret(inner, token, *keys)
+    results = []
+    for key, shape in zip(keys, shapes, strict=True):
+        if shape is not None:
+            token, result = callbacks.call_get(
+                token=token,
+                result_shape_and_dtype=shape,
+                mesh_location=self.mesh_location,
+                thread=self.thread,
+                allocation_key_as_array=key,
+                transforms=(),
+                source_info=eqn.source_info,
+            )
+            token = _deallocate(self, token, key, eqn)
+        results.append(key if shape is None else result)
+    return token, results
+
+
+def _store_accumulator(self, eqn, token, values):
+    key, value = values
+    token, _ = callbacks.call_swap(
+        token=token,
+        result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=key,
+        transforms=(),
+        val=value,
+        mask=None,
+        source_info=eqn.source_info,
+    )
+    return token, [value]
+
+
+def _wgmma(self, eqn, token, get_values):
+    """A left operand in registers is staged in a register buffer, then the ordinary rule applies."""
+    if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+        return _interpret_wgmma(self, eqn, token, get_values)
+    accumulator, left, right, *leaves = get_values()
+    token, key = _allocate(self, token, left, eqn)
+    token, out = _interpret_wgmma(self, eqn, token, lambda: (accumulator, key, right, *leaves))
+    return _deallocate(self, token, key, eqn), out
+
+
+_RULES = {discharge.run_state_p: _run_state, gpu_primitives.wgmma_accumulator_store_p: _store_accumulator}
+
+
+def _interpret_with_rules(self, jaxpr, token, *args):
+    """Runs the equations that `_RULES` covers by them and every other one through the original interpreter."""
+    if not any(eqn.primitive in _RULES for eqn in jaxpr.eqns):
+        return _interpret(self, jaxpr, token, *args)
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+
+    def read(variable):
+        return variable.val if isinstance(variable, jcore.Literal) else env[variable]
+
+    for eqn in jaxpr.eqns:
+        if rule := _RULES.get(eqn.primitive):
+            token, results = rule(self, eqn, token, [read(v) for v in eqn.invars])
+        else:
+            inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jcore.Literal)))
+            debug_info = jaxpr.debug_info.with_unknown_names()
+            single = jcore.Jaxpr((), inputs, list(eqn.outvars), [eqn], eqn.effects, debug_info)
+            token, results = _interpret(self, single, token, *[env[v] for v in inputs])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return token, [read(v) for v in jaxpr.outvars]
+
+
+def install() -> None:
+    """Extends the interpreter of this process."""
+    _Interpreter.interpret = _interpret_with_rules
+    _Interpreter._interpret_wgmma_ref_p = _wgmma
+
+
+@contextlib.contextmanager
+def interpreted(detect_races: bool = False):
+    """Traces under it run Mosaic GPU kernels in the extended interpreter, with its race detector if asked for."""
+    install()
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+            yield
+    finally:
+        callbacks.reset_gpu_interpret_mode_state()
