@@ -1,0 +1,212 @@
+"""The collectives of a group of ranks: asynchronous, counted, watched.
+
+Every call is made by all ranks of the group in one order, takes contiguous tensors, counts the operand bytes it
+hands to torch.distributed, and returns a `Pending`. On NCCL the collective runs on the group's own stream behind
+the caller's stream, beside the kernels that are launched after it; `Pending.wait` makes the caller's stream wait.
+Until then the `Pending` keeps every buffer alive, so the allocator cannot hand out memory that is still in use.
+"""
+
+import collections
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torch_impl.launch import LAGGED, Progress
+
+MAX_BATCH = 256  # point-to-point operations of one batched call
+POLL_S = 0.1
+
+
+class Watch:
+    """Ends the process where a collective stays unfinished past its deadline, naming rank, step and peers.
+
+    A collective that waits for a rank that is gone or stuck never returns by itself on NCCL. A daemon thread looks
+    at the oldest unfinished one; past the deadline it says so on stderr and exits with `LAGGED`.
+    """
+
+    def __init__(self, rank: int, deadline_s: float, progress: Progress | None = None):
+        self.rank, self.deadline_s = rank, deadline_s
+        self.progress = progress or Progress()
+        self._open: collections.deque = collections.deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: str, peers: Sequence[int], done: Callable[[], bool]) -> None:
+        """A collective starts; `done` tells whether it is over, successful or not."""
+        self.progress.at(step, peers)
+        with self._lock:
+            self._open.append((time.monotonic(), step, tuple(peers), done))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="collective watch")
+            self._thread.start()
+
+    def _run(self) -> None:
+        since = time.monotonic()  # when the oldest became the oldest: work queued behind it is not its fault
+        while True:
+            time.sleep(POLL_S)
+            while True:
+                with self._lock:
+                    if not self._open:
+                        break
+                    started, step, peers, done = self._open[0]
+                    if done():
+                        self._open.popleft()
+                        since = time.monotonic()
+                        continue
+                if time.monotonic() - max(started, since) > self.deadline_s:
+                    self._give_up(step, peers)
+                break
+
+    def _give_up(self, step, peers) -> None:
+        self.progress.at(step, peers)
+        print(f"rank {self.rank}: step '{step}' waited more than {self.deadline_s:g} s for peer "
+              f"{', '.join(map(str, peers))}", file=sys.stderr, flush=True)
+        os._exit(LAGGED)
+
+
+class Pending:
+    """A collective in flight: `wait` returns what it filled."""
+
+    def __init__(self, name: str, works: Sequence, operands: Sequence[torch.Tensor], result):
+        self._name, self._works, self._operands, self._result = name, list(works), operands, result
+        self._waited = False
+
+    def done(self) -> bool:
+        """Whether it is over (on the device too)."""
+        return self._waited or all(work.is_completed() for work in self._works)
+
+    def wait(self):
+        """The result, once the current stream may read it. RuntimeError naming rank, step and peers if it failed."""
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._name} failed: {error}") from error
+        # gloo's wait is the end of it (and its reduce_scatter never says so itself); NCCL's only orders streams
+        self._waited = not any(x.is_cuda for x in self._operands)
+        self._operands = ()
+        return self._result
+
+
+class Communicator:
+    """Collectives of one group of ranks, of which this process is one.
+
+    Attributes:
+      group: the `torch.distributed` group.
+      rank, size: in the group.
+      ranks: the job's ranks that make the group, in group order.
+      bytes: operand bytes handed to torch.distributed so far, by kind of collective.
+      calls: collectives so far, by kind.
+    """
+
+    def __init__(self, group=None, *, deadline_s: float = 60.0, watch: Watch | None = None):
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.watch = watch or Watch(dist.get_rank(), deadline_s)
+        self.bytes: collections.Counter = collections.Counter()
+        self.calls: collections.Counter = collections.Counter()
+
+    def all_to_all(self, x: torch.Tensor, step: str) -> Pending:
+        """x [size, ...]: piece j goes to rank j. Result, as x: piece j is what rank j held for this rank."""
+        self._check("all_to_all", step, x, leading=True)
+        if self.size == 1:
+            return Pending(step, (), (), x)
+        got = torch.empty_like(x)
+        start = lambda: [dist.all_to_all_single(got, x, group=self.group, async_op=True)]  # noqa: E731
+        return self._launch("all_to_all", step, self._others(), start, [x], got)
+
+    def all_gather(self, x: torch.Tensor, step: str) -> Pending:
+        """x of any shape; result [size, *x.shape], rank j's x at j."""
+        self._check("all_gather", step, x)
+        if self.size == 1:
+            return Pending(step, (), (), x[None])
+        got = x.new_empty((self.size, *x.shape))
+        start = lambda: [  # noqa: E731
+            dist.all_gather_into_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)]
+        return self._launch("all_gather", step, self._others(), start, [x], got)
+
+    def reduce_scatter(self, x: torch.Tensor, step: str) -> Pending:
+        """x [size, ...]; result x.shape[1:]: the sum over the ranks of their piece for this rank."""
+        self._check("reduce_scatter", step, x, leading=True)
+        if self.size == 1:
+            return Pending(step, (), (), x[0])
+        got = torch.empty_like(x[0])
+        start = lambda: [  # noqa: E731
+            dist.reduce_scatter_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)]
+        return self._launch("reduce_scatter", step, self._others(), start, [x], got)
+
+    def permute(self, tensors: Sequence[torch.Tensor], to: int, source: int, step: str) -> Pending:
+        """Each tensor goes to group rank `to`; result: tensors like them, from group rank `source`.
+
+        All ranks of the group call it with the same permutation; `to` and `source` are this rank's part of it.
+        """
+        for x in tensors:
+            self._check("permute", step, x)
+        if to == self.rank and source == self.rank:
+            return Pending(step, (), (), list(tensors))
+        got = [torch.empty_like(x) for x in tensors]
+        pairs = [(dist.P2POp(dist.isend, x, group=self.group, group_peer=to),
+                  dist.P2POp(dist.irecv, y, group=self.group, group_peer=source)) for x, y in zip(tensors, got)]
+        half = MAX_BATCH // 2  # a pair stays in one batch: a send alone would wait for a receive not yet posted
+
+        def start():
+            return [work for first in range(0, len(pairs), half)
+                    for work in dist.batch_isend_irecv([op for pair in pairs[first : first + half] for op in pair])]
+
+        peers = sorted({self.ranks[to], self.ranks[source]})
+        return self._launch("permute", step, peers, start, list(tensors), got)
+
+    def rotate(self, tensors: Sequence[torch.Tensor], by: int, step: str) -> Pending:
+        """Each tensor goes `by` ranks up; result: those of the rank `by` below."""
+        return self.permute(tensors, (self.rank + by) % self.size, (self.rank - by) % self.size, step)
+
+    def warm_up(self, device: torch.device) -> None:
+        """One small collective of each kind: connections are made here, by all ranks, not inside a schedule.
+
+        The first batched point-to-point call of a NCCL group needs all of its ranks, and rotations that follow may
+        leave some pairs of ranks unconnected until then.
+        """
+        x = torch.ones(self.size, 8, device=device)
+        self.all_gather(x, "warm-up all_gather").wait()
+        self.all_to_all(x, "warm-up all_to_all").wait()
+        self.reduce_scatter(x, "warm-up reduce_scatter").wait()
+        for by in range(1, self.size):
+            self.rotate([x], by, f"warm-up rotate by {by}").wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Sets the counts of bytes and calls to zero."""
+        self.bytes.clear()
+        self.calls.clear()
+
+    def _others(self) -> list[int]:
+        return [r for i, r in enumerate(self.ranks) if i != self.rank]
+
+    def _check(self, kind, step, x, leading=False) -> None:
+        if not x.is_contiguous():  # a strided buffer is sent as if it were dense: silently wrong data
+            raise ValueError(f"{kind} at step '{step}': operand of shape {tuple(x.shape)} is not contiguous")
+        if leading and (x.ndim == 0 or x.shape[0] != self.size):
+            raise ValueError(f"{kind} at step '{step}': shape {tuple(x.shape)} does not begin with {self.size} ranks")
+
+    def _launch(self, kind, step, peers, start, operands, result) -> Pending:
+        self.bytes[kind] += sum(x.numel() * x.element_size() for x in operands)
+        self.calls[kind] += 1
+        name = f"rank {self.ranks[self.rank]}: step '{step}' with peer {', '.join(map(str, peers))}"
+        pending = Pending(name, (), operands, result)
+        posted = threading.Event()
+        self.watch.begin(step, peers, lambda: posted.is_set() and pending.done())
+        try:
+            pending._works = start()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} failed: {error}") from error
+        finally:
+            posted.set()
+        return pending
