@@ -4,7 +4,7 @@ import importlib
 
 from torch_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa")
+NAMES = ("naive", "sdpa", "fa1", "fa2", "flashmask")
 
 
 def get(name: str) -> Kernel:

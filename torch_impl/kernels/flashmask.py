@@ -1,0 +1,157 @@
+"""flashmask: our Triton kernel on row intervals, all static masks, forward and backward.
+
+The forward pass and dq walk, per tile of queries, the runs of key tiles that the mask's rows see; dk and dv
+walk, per tile of keys, the runs of query tiles of the transposed mask, for all heads of the group.
+Metadata is O(q_len + kv_len). Wang et al., FlashMask, 2024; Dao, FlashAttention-2, 2023.
+"""
+
+import dataclasses
+
+import torch
+
+from torch_impl.kernels import triton_support as support
+from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.walks import Launch, RunWalk, run_walk
+from workload.capability import ALL_STATIC, Capability
+from workload.problem import AttentionProblem
+
+NAME = "flashmask"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """The launches of a problem. `query` is None where the key pass adds dq into float32 memory itself."""
+
+    forward: Launch
+    key: Launch
+    query: Launch | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashMaskOperands:
+    """The walks of the three passes; `query` is None where the key pass makes dq."""
+
+    forward: RunWalk
+    key: RunWalk
+    query: RunWalk | None
+
+
+def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
+    """Launches chosen by measurement on an H200 (arch 9); elsewhere small enough for 100 KB of shared memory.
+
+    Args:
+      head_dim: of the problem; dtype: of q; arch: major compute capability, 0 under the interpreter.
+    """
+    dim = support.padded_dim(head_dim)
+    if arch == 0:
+        return Launches(Launch(64, 64, 4, 1), Launch(64, 64, 4, 1), Launch(64, 32, 4, 1))
+    if dtype == torch.float32:
+        cols = 32 if dim <= 128 else 16
+        return Launches(Launch(64, cols, 4, 2), Launch(32, cols, 4, 1), Launch(32, cols, 4, 1))
+    if arch == 9 and dim <= 128:
+        return Launches(Launch(128, 128, 8, 2), Launch(128, 64, 8, 2), Launch(128, 64, 8, 2))
+    if dim <= 128:
+        return Launches(Launch(128, 64, 4 if dim <= 64 else 8, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
+    return Launches(Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
+
+
+def prepare(problem: AttentionProblem, device=None, *, launches: Launches | None = None) -> FlashMaskOperands:
+    """The walks of a mask on the device; O(q_len + kv_len) time and memory.
+
+    Args:
+      launches: tile sizes and launch shapes other than the measured ones (for tuning).
+
+    Raises: `Unsupported` where a row of head_dim is not whole 16-byte units.
+    """
+    dtype = getattr(torch, problem.dtype)
+    support.require_head_dim(NAME, problem.head_dim, dtype)
+    chosen = launches or launches_for(problem.head_dim, dtype, support.arch(device))
+    forward = run_walk(problem.mask, chosen.forward, device)
+    key = run_walk(problem.mask.transpose(), chosen.key, device)
+    if chosen.query is None:
+        return FlashMaskOperands(forward, key, None)
+    same = (chosen.query.rows, chosen.query.cols) == (chosen.forward.rows, chosen.forward.cols)
+    query = dataclasses.replace(forward, launch=chosen.query) if same else run_walk(problem.mask, chosen.query, device)
+    return FlashMaskOperands(forward, key, query)
+
+
+def forward(q, k, v, operands, scale, *, out_dtype=None):
+    """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
+    from torch_impl.kernels.flashmask_triton import forward_kernel  # needs triton
+
+    walk, launch = operands.forward, operands.forward.launch
+    (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty(b, q_heads, q_len, dtype=torch.float32, device=q.device)
+    if not q_len or not kv_len:
+        return out.zero_(), lse.fill_(-torch.inf)
+    q, scale, _ = support.positive_scale(q, scale)
+    q, k, v = (support.computed(x) for x in (q, k, v))
+    group, dim = q_heads // kv_heads, support.padded_dim(d)
+    section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
+    forward_kernel[(walk.order.shape[0] * b * q_heads,)](
+        support.descriptor(q, launch.rows, dim), support.descriptor(k, launch.cols, dim),
+        support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse, *walk.arguments(),
+        q_len, q_heads, group, section, scale * support.LOG2E, R=walk.starts.shape[0], M=launch.rows, N=launch.cols,
+        D=dim, PRECISION=support.precision(q), **launch.options())
+    return out, lse
+
+
+def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
+    """dq, dk, dv; lse, out and delta may belong to a larger problem; see WORKSPACE.md for the contract."""
+    fused = operands.query is None
+    dq = torch.empty(q.shape, dtype=torch.float32 if fused else grad_dtype or q.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (k, v))
+    if not q.shape[1] or not k.shape[1]:
+        return dq.zero_().to(grad_dtype or q.dtype), dk.zero_(), dv.zero_()
+    want = grad_dtype or q.dtype
+    q, scale, sign = support.positive_scale(q, scale)
+    q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
+    delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
+    lse = lse.contiguous()
+    if fused:
+        dq.zero_()
+    else:
+        _query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
+    _key_gradient(q, k, v, dout, dq, dk, dv, lse, delta, operands.key, scale, fused)
+    return (dq if sign == 1.0 else dq * sign).to(want), dk, dv
+
+
+def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
+    """Writes dq, query tile by query tile."""
+    from torch_impl.kernels.flashmask_triton import query_gradient_kernel
+
+    launch, dim = walk.launch, support.padded_dim(q.shape[3])
+    (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
+    rows, cols = ((lambda x, n=n: support.descriptor(x, n, dim)) for n in (launch.rows, launch.cols))
+    group = q_heads // kv_heads
+    section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
+    query_gradient_kernel[(walk.order.shape[0] * b * q_heads,)](
+        rows(q), cols(k), cols(v), rows(dout), rows(dq), lse, delta, *walk.arguments(), q_len, q_heads, group, section,
+        scale, scale * support.LOG2E, R=walk.starts.shape[0], M=launch.rows, N=launch.cols, D=dim,
+        PRECISION=support.precision(q), **launch.options())
+
+
+def _key_gradient(q, k, v, dout, dq, dk, dv, lse, delta, walk, scale, fused):
+    """Writes dk and dv, key tile by key tile; where fused it also adds into float32 dq."""
+    from torch_impl.kernels.flashmask_triton import key_gradient_kernel
+
+    launch, dim = walk.launch, support.padded_dim(q.shape[3])
+    (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
+    rows, cols = ((lambda x, n=n: support.descriptor(x, n, dim)) for n in (launch.rows, launch.cols))
+    group = q_heads // kv_heads
+    section = support.heads_per_section(b * kv_heads, 2 * group * q_len * d * q.element_size())
+    key_gradient_kernel[(walk.order.shape[0] * b * kv_heads,)](
+        cols(q), rows(k), rows(v), cols(dout), cols(dq) if fused else None, rows(dk), rows(dv), lse, delta,
+        *walk.arguments(), q_len, kv_len, q_heads, group, section, scale, scale * support.LOG2E, R=walk.starts.shape[0],
+        M=launch.cols, N=launch.rows, D=dim, FUSED=fused, PRECISION=support.precision(q), **launch.options())
+
+
+KERNEL = Kernel(
+    NAME,
+    Capability(ALL_STATIC, source="own, Triton: row intervals"),
+    prepare,
+    forward,
+    backward,
+    support.available,
+)

@@ -1,0 +1,63 @@
+"""Walks: which tiles a tile of rows visits, and the intervals that mask a partial one; its twin is jax_impl's."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from workload.masks import IntervalMask
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a pass is launched: `rows` of the tile a program owns, `cols` of the tiles it visits, warps, stages."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """The launch options as Triton names them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunWalk:
+    """What one pass reads of a mask.
+
+    Attributes:
+      starts, ends: int32 [R, rows], the intervals of each owned row.
+      full_begin, full_end: int32 [tiles, F], partial_begin, partial_end: int32 [tiles, P], the runs.
+      order: int32 [tiles], heaviest tile first.
+      launch: the tile sizes the runs are counted in, and how to launch.
+    """
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    full_begin: torch.Tensor
+    full_end: torch.Tensor
+    partial_begin: torch.Tensor
+    partial_end: torch.Tensor
+    order: torch.Tensor
+    launch: Launch
+
+    def arguments(self) -> tuple:
+        """Pointers in the kernels' order."""
+        runs = (self.full_begin, self.full_end, self.partial_begin, self.partial_end)
+        return (self.starts, self.ends, *runs, self.order, self.full_begin.shape[1], self.partial_begin.shape[1])
+
+
+def run_walk(mask: IntervalMask, launch: Launch, device=None) -> RunWalk:
+    """The walk of an interval mask in a launch's tiles; O(q_len).
+
+    Args:
+      mask: its rows own the tiles; hand in `mask.transpose()` for keys as rows.
+    """
+    ragged = np.pad(mask.starts, ((0, 0), (0, -mask.q_len % launch.rows)), constant_values=mask.kv_len)
+    ragged_ends = np.pad(mask.ends, ((0, 0), (0, -mask.q_len % launch.rows)), constant_values=mask.kv_len)
+    # Rows past the end count as empty, so that no tile holding them is full and their zeros are masked.
+    runs = IntervalMask(ragged, ragged_ends, mask.kv_len).tile_runs(launch.rows, launch.cols)
+    order = np.argsort(-(runs.full_count + runs.partial_count), kind="stable").astype(np.int32)
+    arrays = (mask.starts, mask.ends, runs.full_begin, runs.full_end, runs.partial_begin, runs.partial_end, order)
+    return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch)
