@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workload.errors import Unsupported
+from workload.columns import ColumnBounds, column_bounds
 from workload.tiles import TileRuns, tile_runs
 
 Intervals = tuple[np.ndarray, np.ndarray]
@@ -134,14 +134,9 @@ class IntervalMask:
         """Which key tiles each query tile visits, as runs of full and of partial tiles."""
         return tile_runs(self.starts, self.ends, self.kv_len, tile_q, tile_k)
 
-    def column_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """FlashMask's four column vectors (lts, lte, uts, ute), int32 [kv_len] each.
-
-        Row i is hidden from key j iff lts[j] <= i < lte[j] or uts[j] <= i < ute[j], or, where the
-        mask is causal (every key's first visible row is its own), i < j. Wang et al., FlashMask,
-        2024, section 4.1. Raises `Unsupported` where two hidden intervals cannot say it.
-        """
-        return _column_bounds(self.transpose())
+    def column_bounds(self) -> ColumnBounds:
+        """FlashMask's column form; raises `Unsupported` where it cannot say this mask."""
+        return column_bounds(self)
 
 
 def visible(starts, ends, i, j):
@@ -234,28 +229,6 @@ def _transpose(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
     out = np.full((2, max(1, int(count.max(initial=0))), kv_len), q_len, np.int32)
     out[0, slot, col], out[1, slot, col] = first, last
     return out[0], out[1]
-
-
-def _column_bounds(by_key: IntervalMask):
-    if by_key.intervals > 2:
-        raise Unsupported("column_bounds", f"a key is seen by {by_key.intervals} intervals of rows, FlashMask has two")
-    rows, keys = by_key.kv_len, np.arange(by_key.q_len, dtype=np.int32)
-    (a0, b0), (a1, b1) = (
-        (by_key.starts[r], by_key.ends[r]) if r < by_key.intervals else (np.full_like(keys, rows),) * 2
-        for r in range(2)
-    )
-    two = b1 > a1
-    causal = bool((a0 >= np.minimum(keys, rows)).all())
-    if causal:  # rows before the key are hidden already: [b0, a1) is the lower gap, [b1, rows) must be empty
-        if (two & (b1 < rows)).any() or (a0 > np.minimum(keys, rows))[b0 > a0].any():
-            raise Unsupported("column_bounds", "a causal key needs a third hidden interval")
-        zero = np.zeros_like(keys)
-        return b0, np.where(two, a1, rows).astype(np.int32), zero, zero
-    if (two & (a0 > 0)).any():
-        raise Unsupported("column_bounds", "a key needs a third hidden interval")
-    lts = np.where(two, b1, b0)
-    uts, ute = np.where(two, b0, 0), np.where(two, a1, a0)
-    return tuple(x.astype(np.int32) for x in (lts, np.full_like(keys, rows), uts, ute))
 
 
 # ---- the twelve patterns -------------------------------------------------------------------------
@@ -391,10 +364,10 @@ def global_sliding_window(q_len: int, kv_len: int, global_tokens: int, window: i
 
 
 def causal_blockwise(q_len: int, kv_len: int, blocks: Sequence[int]) -> IntervalMask:
-    """Demonstrations attend causally within themselves, the last block causally to everything."""
+    """Demonstrations attend causally within themselves, the last block that is not empty causally to everything."""
     p, lengths = _positions(q_len, kv_len), _lengths("blocks", blocks, kv_len)
     index, s, _ = _segments(lengths, p)
-    s = np.where(index == len(lengths) - 1, 0, s)
+    s = np.where(index == np.flatnonzero(lengths).max(initial=-1), 0, s)
     return _make("causal_blockwise", p, kv_len, [(s, p + 1)], blocks=lengths)
 
 

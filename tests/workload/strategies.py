@@ -1,0 +1,72 @@
+"""Hypothesis strategies: the twelve patterns at random parameters and shapes, and masks of no pattern."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from workload import masks
+
+
+@st.composite
+def lengths_of(draw, total, empty=True):
+    """Document lengths that sum to `total`, empty documents among them."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
+    bounds = [0, *cuts, total]
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    return lengths if empty else [n for n in lengths if n]
+
+
+@st.composite
+def pattern(draw, name=None, longest=34):
+    """(name, q_len, kv_len, parameters) of a static pattern."""
+    name = name or draw(st.sampled_from(list(masks.STATIC_MASKS)))
+    kv_len = draw(st.integers(1, longest))
+    q_len = draw(st.one_of(st.just(kv_len), st.integers(1, longest)))
+    lengths = draw(lengths_of(kv_len))
+    small = st.integers(0, longest + 5)
+    parameters = {
+        "full": dict,
+        "causal": dict,
+        "full_document": lambda: {"lengths": lengths},
+        "causal_document": lambda: {"lengths": lengths},
+        "full_sliding_window": lambda: {"window": draw(small)},
+        "causal_sliding_window": lambda: {"window": draw(small)},
+        "shared_question": lambda: {"groups": draw(groups_of(lengths))},
+        "global_sliding_window": lambda: {"global_tokens": draw(small), "window": draw(small)},
+        "causal_blockwise": lambda: {"blocks": lengths},
+        "prefix_lm_causal": lambda: {"prefix": draw(small)},
+        "prefix_lm_document": lambda: {
+            "lengths": lengths, "prefixes": [draw(st.integers(0, n)) for n in lengths]
+        },
+        "block_causal_document": lambda: {"lengths": lengths, "block": draw(st.integers(1, 9))},
+    }[name]()
+    return name, q_len, kv_len, parameters
+
+
+@st.composite
+def groups_of(draw, lengths):
+    """Lengths dealt into groups of a question and answers."""
+    groups, left = [], list(lengths)
+    while left:
+        size = draw(st.integers(1, len(left)))
+        groups.append(tuple(left[:size]))
+        left = left[size:]
+    return groups
+
+
+@st.composite
+def static_mask(draw, longest=34):
+    """A static mask: a pattern, or raw intervals that overlap, touch, lie outside or are empty."""
+    if draw(st.integers(0, 3)):
+        name, q_len, kv_len, parameters = draw(pattern(longest=longest))
+        return masks.STATIC_MASKS[name](q_len, kv_len, **parameters)
+    kv_len, q_len, count = (draw(st.integers(1, n)) for n in (longest, longest, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    starts, ends = rng.integers(-3, kv_len + 4, (2, count, q_len))
+    return masks.from_intervals(starts, ends, kv_len)
+
+
+@st.composite
+def subset(draw, total):
+    """Ascending positions of a shard: any of total, none among them."""
+    picked = draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    return np.flatnonzero(picked)
