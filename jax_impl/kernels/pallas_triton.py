@@ -192,7 +192,7 @@ def _dq_kernel(walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, 
 def _dkv_kernel(
     walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, scale, tile, group
 ):
-    row = pl.program_id(1)
+    first_head, row = pl.program_id(0) * group, pl.program_id(1)
     k, v = k_ref[...], v_ref[...]
 
     def head(g, carry):
@@ -207,7 +207,7 @@ def _dkv_kernel(
             ds = p * (dot(v, dout, (1, 1)) - delta_ref[g, at][None, :])
             return dk + dot(ds.astype(q.dtype), q), dv
 
-        return walk.visit(pl.program_id(0) * group + g, row, step, carry)
+        return walk.visit(first_head + g, row, step, carry)
 
     zero = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, group, head, (zero, zero))

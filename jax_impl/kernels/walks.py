@@ -27,11 +27,15 @@ class RowIntervals:
         """bool [tile.rows, tile.columns] of one tile."""
         rows = pl.ds(row * tile.rows, tile.rows)
         j = column * tile.columns + lax.broadcasted_iota(jnp.int32, (tile.rows, tile.columns), 1)
-        seen = None
-        for r in range(self.starts.shape[0]):
-            inside = (self.starts[r, rows][:, None] <= j) & (j < self.ends[r, rows][:, None])
-            seen = inside if seen is None else seen | inside
-        return seen
+
+        def inside(r):
+            return (self.starts[r, rows][:, None] <= j) & (j < self.ends[r, rows][:, None])
+
+        # Two at most for the patterns, both ways; other masks may have many, which are no code to unroll.
+        first, intervals = inside(0), self.starts.shape[0]
+        if intervals <= 2:
+            return first if intervals == 1 else first | inside(1)
+        return lax.fori_loop(1, intervals, lambda r, seen: seen | inside(r), first)
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +62,37 @@ class RunWalk:
                 return lax.fori_loop(begin[row, r], end[row, r], body, carry)
 
             carry = lax.fori_loop(0, begin.shape[1], run, carry) if begin.shape[1] > 1 else run(0, carry)
+        return carry
+
+    def visible(self, row, column, tile):
+        """bool [tile.rows, tile.columns] of one tile."""
+        return self.elements.visible(row, column, tile)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListWalk:
+    """A dynamic mask's walk: per mask head and row tile, a list of column tiles, the full ones first.
+
+    Attributes:
+      full, counts: int32 [heads, row tiles], listed tiles that need no element mask, and all of them.
+      indices: int32 [heads, row tiles, longest].
+      elements: the element mask inside the others.
+      q_heads: query heads, of which heads / q_heads share a list; static.
+    """
+
+    full: jax.Array
+    counts: jax.Array
+    indices: jax.Array
+    elements: RowIntervals
+    q_heads: int = dataclasses.field(metadata={"static": True})
+
+    def visit(self, head, row, step, carry):
+        """Folds step(column, carry, masked) over the column tiles that a query head's row tile lists."""
+        h = head * self.counts.shape[0] // self.q_heads
+        for begin, end, masked in ((0, self.full[h, row], False), (self.full[h, row], self.counts[h, row], True)):
+            body = lambda n, carry, masked=masked: step(self.indices[h, row, n], carry, masked)  # noqa: E731
+            carry = lax.fori_loop(begin, end, body, carry)
         return carry
 
     def visible(self, row, column, tile):
