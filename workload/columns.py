@@ -48,12 +48,15 @@ def column_bounds(mask: "IntervalMask") -> ColumnBounds:
     (a0, a1), (b0, b1) = by_key.starts, by_key.ends
     two, some = b1 > a1, b0 > a0
     zero, last = np.zeros_like(a0), np.full_like(a0, rows)
-    if not (two & (a0 > 0)).any():
-        bounds = np.where(two, b1, b0), last, np.where(two, b0, 0), np.where(two, a1, a0)
-        return ColumnBounds(*(x.astype(np.int32) for x in bounds), causal=False, q_len=rows)
-    own = np.clip(np.arange(mask.kv_len) - (mask.kv_len - rows), 0, rows)
-    if (some & (a0 != own)).any():
-        raise Unsupported("column_bounds", "a key needs a third hidden interval of rows")
-    lower = np.where(some, b0, 0), np.where(two, a1, last)
-    bounds = *lower, np.where(two, b1, zero), np.where(two, last, zero)
-    return ColumnBounds(*(x.astype(np.int32) for x in bounds), causal=True, q_len=rows)
+    causal = bool((two & (a0 > 0)).any())
+    if causal:
+        own = np.clip(np.arange(mask.kv_len) - (mask.kv_len - rows), 0, rows)
+        if (some & (a0 != own)).any():
+            raise Unsupported("column_bounds", "a key needs a third hidden interval of rows")
+        lts, lte = np.where(some, b0, 0), np.where(two, a1, last)
+        uts, ute = np.where(two, b1, zero), np.where(two, last, zero)
+    else:
+        lts, lte = np.where(two, b1, b0), last
+        uts, ute = np.where(two, b0, 0), np.where(two, a1, a0)
+    lts, lte, uts, ute = (x.astype(np.int32) for x in (lts, lte, uts, ute))
+    return ColumnBounds(lts, lte, uts, ute, causal, rows)

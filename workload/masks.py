@@ -18,6 +18,7 @@ from workload.columns import ColumnBounds, column_bounds
 from workload.tiles import TileRuns, tile_runs
 
 Intervals = tuple[np.ndarray, np.ndarray]
+CHUNK_ROWS = 1 << 16  # rows that are normalised at a time: temporaries stay small and in cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,30 +172,36 @@ def from_intervals(
     >>> m.area, m.dense().sum(axis=1).tolist()
     (2, [2, 0])
     """
-    starts, ends = (np.clip(np.atleast_2d(np.asarray(x)), 0, kv_len).astype(np.int32) for x in (starts, ends))
+    starts, ends = (np.atleast_2d(np.asarray(x)) for x in (starts, ends))
     if starts.shape != ends.shape:
         raise ValueError(f"ends: shape {ends.shape} differs from starts' {starts.shape}")
-    starts, ends = _normalise(starts, ends, kv_len)
-    return IntervalMask(starts, ends, kv_len, name, MappingProxyType(dict(params or {})), regular)
+    begins, stops = np.empty(starts.shape, np.int32), np.empty(starts.shape, np.int32)
+    for at in range(0, starts.shape[1], CHUNK_ROWS):
+        rows = np.s_[:, at : at + CHUNK_ROWS]
+        begins[rows], stops[rows] = _normalise(starts[rows], ends[rows], kv_len)
+    used = max(1, int((stops > begins).any(axis=1).sum()))
+    return IntervalMask(begins[:used], stops[:used], kv_len, name, MappingProxyType(dict(params or {})), regular)
 
 
 def _normalise(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
-    """Sorts each row's intervals, merges those that touch, moves empty ones last, drops unused slots."""
+    """Clips to the keys, sorts each row's intervals, merges those that touch, moves empty ones last."""
+    starts, ends = np.clip(starts, 0, kv_len), np.clip(ends, 0, kv_len)
     empty = ends <= starts
-    starts, ends = np.where(empty, kv_len, starts), np.where(empty, kv_len, ends)
+    starts[empty] = ends[empty] = kv_len
     if len(starts) == 1:
-        return starts.astype(np.int32), ends.astype(np.int32)
-    order = np.argsort(starts, axis=0, kind="stable")
-    starts, ends = np.take_along_axis(starts, order, 0), np.take_along_axis(ends, order, 0)
+        return starts, ends
+    starts, ends = _sorted(starts, ends)
     for r in range(1, len(starts)):  # merge slot r into the last slot that it touches
         for t in range(r - 1, -1, -1):
             touch = (starts[r] <= ends[t]) & (ends[r] > starts[r]) & (ends[t] > starts[t])
             ends[t] = np.where(touch, np.maximum(ends[t], ends[r]), ends[t])
             starts[r], ends[r] = np.where(touch, kv_len, starts[r]), np.where(touch, kv_len, ends[r])
+    return _sorted(starts, ends)
+
+
+def _sorted(starts: np.ndarray, ends: np.ndarray) -> Intervals:
     order = np.argsort(starts, axis=0, kind="stable")
-    starts, ends = np.take_along_axis(starts, order, 0), np.take_along_axis(ends, order, 0)
-    used = max(1, int((ends > starts).any(axis=1).sum()))
-    return starts[:used].astype(np.int32), ends[:used].astype(np.int32)
+    return np.take_along_axis(starts, order, 0), np.take_along_axis(ends, order, 0)
 
 
 def _difference_runs(a: Intervals, b: Intervals, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -269,9 +276,11 @@ def _segments(lengths: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np
 
 def _make(name: str, position: np.ndarray, kv_len: int, pairs, *, regular=None, **params) -> IntervalMask:
     """Intervals at row positions; rows before the first key are empty."""
-    starts = np.stack([np.broadcast_to(s, position.shape) for s, _ in pairs])
-    ends = np.stack([np.broadcast_to(e, position.shape) for _, e in pairs])
-    ends = np.where(position < 0, 0, ends)
+    starts, ends = (
+        np.stack([np.broadcast_to(np.asarray(x, np.int32), position.shape) for x in bound])
+        for bound in zip(*pairs, strict=True)
+    )
+    ends[:, position < 0] = 0
     return from_intervals(starts, ends, kv_len, name=name, params=params, regular=regular)
 
 

@@ -84,13 +84,15 @@ def mask_suite(
         raise ValueError(f"documents: sum is {sum(chosen.documents)}, the sequence has {seq_len}")
     q_len = seq_len if q_len is None else q_len
     if name in masks.STATIC_MASKS:
-        return masks.STATIC_MASKS[name](q_len, seq_len, **static_parameters(name, seq_len, seed, chosen))
+        return masks.STATIC_MASKS[name](q_len, seq_len, **static_arguments(name, seq_len, seed, chosen))
     if name in DYNAMIC_BUILDERS:
-        return DYNAMIC_BUILDERS[name](q_len, seq_len, heads, **dynamic_parameters(name, seq_len, seed, chosen))
+        return DYNAMIC_BUILDERS[name](q_len, seq_len, heads, **dynamic_arguments(name, seq_len, seed, chosen))
     raise ValueError(f"mask: {name!r} is none of {', '.join(ALL_BUILDERS)}")
 
 
-def static_parameters(name: str, seq_len: int, seed: int, settings: SuiteSettings) -> dict[str, Any]:
+def static_arguments(
+    name: str, seq_len: int, seed: int = 0, settings: SuiteSettings = SuiteSettings()
+) -> dict[str, Any]:
     """Arguments of a static pattern besides its lengths, found by the names of its builder's parameters."""
     lengths = settings.documents
     if isinstance(lengths, str):
@@ -116,7 +118,7 @@ def static_parameters(name: str, seq_len: int, seed: int, settings: SuiteSetting
     return {parameter: values[parameter] for parameter in wanted}
 
 
-def dynamic_parameters(name: str, seq_len: int, seed: int, settings: SuiteSettings) -> dict[str, Any]:
+def dynamic_arguments(name: str, seq_len: int, seed: int, settings: SuiteSettings) -> dict[str, Any]:
     """Arguments of a dynamic pattern besides its lengths and heads; blocks are never longer than the sequence."""
     block = min(settings.sparse_block, seq_len)
     if name == "uniform_block":

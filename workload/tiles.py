@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+CHUNK_ROWS = 1 << 16  # rows that are taken at a time: temporaries stay small and in cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +82,19 @@ def tile_runs(starts: np.ndarray, ends: np.ndarray, kv_len: int, tile_q: int, ti
     for label, n in (("tile_q", tile_q), ("tile_k", tile_k)):
         if n < 1:
             raise ValueError(f"{label}: {n} < 1")
-    q_len, k_tiles = starts.shape[1], -(-kv_len // tile_k)
+    k_tiles = -(-kv_len // tile_k)
+    step = max(1, CHUNK_ROWS // tile_q) * tile_q
+    chunks = [
+        _runs(starts[:, at : at + step], ends[:, at : at + step], k_tiles, tile_q, tile_k)
+        for at in range(0, max(1, starts.shape[1]), step)
+    ]
+    full_begin, full_end, partial_begin, partial_end = (_stacked(parts) for parts in zip(*chunks, strict=True))
+    return TileRuns(full_begin, full_end, partial_begin, partial_end, tile_q, tile_k, k_tiles)
+
+
+def _runs(starts, ends, k_tiles, tile_q, tile_k):
+    """full_begin, full_end, partial_begin, partial_end of some whole query tiles."""
+    q_len = starts.shape[1]
     q_tiles = -(-q_len // tile_q)
     rows = np.full(q_tiles, tile_q)
     if q_tiles:
@@ -93,8 +106,13 @@ def tile_runs(starts: np.ndarray, ends: np.ndarray, kv_len: int, tile_q: int, ti
     whole = some & (outer > inner)
     full = _coverage(_by_tile(inner, whole, q_tiles, tile_q, k_tiles),
                      _by_tile(outer, whole, q_tiles, tile_q, k_tiles), rows, k_tiles)
-    (full_begin, full_end), (partial_begin, partial_end) = _trim(*full), _trim(*_subtract(touched, full, k_tiles))
-    return TileRuns(full_begin, full_end, partial_begin, partial_end, tile_q, tile_k, k_tiles)
+    return *_trim(*full), *_trim(*_subtract(touched, full, k_tiles))
+
+
+def _stacked(parts):
+    """Run slots of consecutive query tiles, one below the other, padded to the widest."""
+    width = max(x.shape[1] for x in parts)
+    return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in parts])
 
 
 def _by_tile(values, keep, q_tiles, tile_q, fill):

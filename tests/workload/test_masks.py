@@ -1,5 +1,8 @@
 """The interval masks: every derived form against the definitions, cell by cell."""
 
+import time
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.workload import predicates
 from tests.workload.strategies import pattern, static_mask, subset
-from workload import masks
+from workload import masks, tiles
 from workload.errors import Unsupported
+from workload.suite import static_arguments
 from workload.tiles import EMPTY, FULL, PARTIAL
 
 few = settings(max_examples=150, deadline=None)
@@ -102,6 +106,20 @@ def test_tile_runs(mask, tile_q, tile_k):
         present = end > begin
         assert (present[:, :-1] >= present[:, 1:]).all() and not (begin[~present].any() or end[~present].any())
         assert (end[:, :-1] < begin[:, 1:])[present[:, 1:]].all()
+
+
+@given(static_mask(), st.integers(1, 9))
+@few
+def test_chunks_of_rows_change_nothing(mask, tile_q):
+    """Long masks are normalised and tiled in chunks of rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "CHUNK_ROWS", 7)
+        patch.setattr(tiles, "CHUNK_ROWS", 8)
+        again = masks.from_intervals(mask.starts, mask.ends, mask.kv_len)
+        in_chunks = mask.tile_runs(tile_q, 5)
+    np.testing.assert_array_equal(again.starts, mask.starts)
+    np.testing.assert_array_equal(again.ends, mask.ends)
+    np.testing.assert_array_equal(in_chunks.classes(), mask.tile_runs(tile_q, 5).classes())
 
 
 @given(static_mask(), st.data())
@@ -267,3 +285,17 @@ def test_one_mask_serves_all_heads():
     """E18: the bytes of a static mask do not depend on the number of heads; it holds one."""
     mask = masks.causal(50, 70)
     assert mask.heads == 1 and mask.starts.nbytes + mask.ends.nbytes == 2 * 4 * 50
+
+
+@pytest.mark.parametrize("name", masks.STATIC_MASKS)
+def test_a_million_tokens(name):
+    """L1: under 1 s and 100 MB, for every pattern."""
+    length = 1 << 20
+    arguments = static_arguments(name, length)
+    tracemalloc.start()
+    begin = time.process_time()
+    mask = masks.STATIC_MASKS[name](length, length, **arguments)
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 1 and peak < 100e6
+    assert mask.area > length
