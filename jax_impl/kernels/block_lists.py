@@ -62,21 +62,27 @@ def transposed(lists: TileLists, *, column_tiles: int, longest: int | None = Non
       column_tiles: how many there are.
       longest: slots of the result, at least its longest list; all row tiles by default.
     """
-    heads, tiles, slots = lists.indices.shape
-    head, row, slot = jnp.indices((heads, tiles, slots), dtype=jnp.int32)
-    # What is not listed goes to one column tile too many, which is cut off.
-    column = jnp.where(slot < lists.counts[:, :, None], lists.indices, column_tiles)
-    picture = jnp.zeros((heads, column_tiles + 1, tiles), jnp.int8)
-    picture = picture.at[head, column, row].set(1 + (slot < lists.full[:, :, None]).astype(jnp.int8))[:, :-1]
-    full, part = picture == 2, picture == 1
-    many = full.sum(axis=2, dtype=jnp.int32)
-    place = jnp.where(full, jnp.cumsum(full, axis=2) - 1, many[:, :, None] + jnp.cumsum(part, axis=2) - 1)
+    # Head by head: a picture of all heads at once would be the largest array of a long problem.
+    by_key = functools.partial(_transposed_head, column_tiles=column_tiles, longest=longest)
+    return TileLists(*jax.lax.map(lambda x: by_key(*x), (lists.full, lists.counts, lists.indices)))
+
+
+def _transposed_head(full, counts, indices, *, column_tiles: int, longest: int | None):
+    """full, counts [column tiles] and indices [column tiles, longest] of one head's lists."""
+    tiles, slots = indices.shape
     longest = tiles if longest is None else longest
-    place = jnp.where(picture > 0, place, longest)
-    head, column, row = jnp.indices(picture.shape, dtype=jnp.int32)
-    indices = jnp.zeros((heads, column_tiles, longest), jnp.int32)
-    indices = indices.at[head, column, place].set(row, mode="drop")
-    return TileLists(many, (picture > 0).sum(axis=2, dtype=jnp.int32), indices)
+    row, slot = jnp.indices((tiles, slots), dtype=jnp.int32)
+    # What is not listed goes to one column tile too many, which is cut off.
+    column = jnp.where(slot < counts[:, None], indices, column_tiles)
+    seen = 1 + (slot < full[:, None]).astype(jnp.int8)
+    picture = jnp.zeros((column_tiles + 1, tiles), jnp.int8).at[column, row].set(seen)[:-1]
+    whole, part = picture == 2, picture == 1
+    leading = whole.sum(axis=1, dtype=jnp.int32)
+    rank = jnp.where(whole, jnp.cumsum(whole, axis=1), leading[:, None] + jnp.cumsum(part, axis=1)) - 1
+    column, row = jnp.indices(picture.shape, dtype=jnp.int32)
+    lists = jnp.zeros((column_tiles, longest), jnp.int32)
+    lists = lists.at[column, jnp.where(picture > 0, rank, longest)].set(row, mode="drop")
+    return leading, (picture > 0).sum(axis=1, dtype=jnp.int32), lists
 
 
 def query_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=None) -> ListWalk:

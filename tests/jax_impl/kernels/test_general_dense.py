@@ -249,6 +249,27 @@ class TestCudnn:
         window = self.kernel.prepare(AttentionProblem(masks.causal_sliding_window(8, 8, 2), 1, 1, 1, 64))
         assert window.window == 3  # cuDNN counts the row itself
 
+    @pytest.mark.parametrize("mask", [
+        masks.full(192, 320), masks.causal(257, 257), masks.causal_sliding_window(300, 300, 40),
+        masks.full_document(256, 256, [56, 1, 199]), masks.causal_document(300, 300, [120, 0, 80, 100]),
+    ], ids=lambda m: m.name)
+    def test_every_native_mask_on_a_gpu(self, mask):
+        """All five results, batch 2 and grouped heads, against the oracle; and a part of a larger problem's lse."""
+        reason = self.kernel.available()
+        if reason:
+            pytest.skip(reason)
+        problem = AttentionProblem(mask, 2, 4, 2, 64, "bfloat16", 0.2)
+        q, k, v, dout = tensors(problem)
+        want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), mask, 0.2, np.asarray(dout, np.float64))
+        operands = self.kernel.prepare(problem)
+        got = jax.jit(functools.partial(run, self.kernel, 0.2))(operands, q, k, v, dout)
+        for label, value in got.items():
+            assert error(value, getattr(want, label)) < (1e-5 if label == "lse" else 8e-3), label
+        # With a lse larger by ln 2 every probability is half of its own; dv shows it undiluted.
+        halved = jax.jit(self.kernel.backward, static_argnums=7)
+        dv = halved(q, k, v, got["out"], got["lse"] + np.log(2.0), dout, operands, 0.2)[2]
+        assert error(2 * dv.astype(jnp.float32), want.dv) < 8e-3
+
     def test_other_result_dtypes_are_refused(self):
         q = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
         operands = self.kernel.prepare(AttentionProblem(masks.full(8, 8), head_dim=64))
