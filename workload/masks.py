@@ -148,7 +148,7 @@ def visible(starts, ends, i, j):
       i, j: broadcastable integer arrays of query rows and keys.
     """
     seen = (starts[0][i] <= j) & (j < ends[0][i])
-    for r in range(1, starts.shape[0]):
+    for r in range(1, len(starts)):
         seen = seen | ((starts[r][i] <= j) & (j < ends[r][i]))
     return seen
 

@@ -4,7 +4,7 @@ import importlib
 
 from torch_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "fa1", "fa2", "flashmask")
+NAMES = ("naive", "sdpa", "fa1", "fa2", "flex", "flashmask")
 
 
 def get(name: str) -> Kernel:

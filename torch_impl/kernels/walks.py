@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from workload.masks import IntervalMask
+from workload.tiles import TileRuns, tile_runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,23 @@ class RunWalk:
         return (self.starts, self.ends, *runs, self.order, self.full_begin.shape[1], self.partial_begin.shape[1])
 
 
+def ragged_runs(mask: IntervalMask, rows: int, cols: int) -> TileRuns:
+    """The mask's tile runs, where rows past its end count as empty: no tile that holds them is full.
+
+    A kernel that sums over rows then masks what it read past the edge.
+    """
+    short = ((0, 0), (0, -mask.q_len % rows))
+    starts, ends = (np.pad(x, short, constant_values=mask.kv_len) for x in (mask.starts, mask.ends))
+    return tile_runs(starts, ends, mask.kv_len, rows, cols)
+
+
 def run_walk(mask: IntervalMask, launch: Launch, device=None) -> RunWalk:
     """The walk of an interval mask in a launch's tiles; O(q_len).
 
     Args:
       mask: its rows own the tiles; hand in `mask.transpose()` for keys as rows.
     """
-    ragged = np.pad(mask.starts, ((0, 0), (0, -mask.q_len % launch.rows)), constant_values=mask.kv_len)
-    ragged_ends = np.pad(mask.ends, ((0, 0), (0, -mask.q_len % launch.rows)), constant_values=mask.kv_len)
-    # Rows past the end count as empty, so that no tile holding them is full and their zeros are masked.
-    runs = IntervalMask(ragged, ragged_ends, mask.kv_len).tile_runs(launch.rows, launch.cols)
+    runs = ragged_runs(mask, launch.rows, launch.cols)
     order = np.argsort(-(runs.full_count + runs.partial_count), kind="stable").astype(np.int32)
     arrays = (mask.starts, mask.ends, runs.full_begin, runs.full_end, runs.partial_begin, runs.partial_end, order)
     return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch)

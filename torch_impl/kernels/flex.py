@@ -1,0 +1,180 @@
+"""flex: torch's FlexAttention with a predicate on row intervals and a BlockMask made from tile runs.
+
+The public function hides the backward's own inputs, so the two operators behind it are traced and handed to
+Inductor here, once per shape: nothing can recompile behind our back or fall back to eager, and the backward takes
+the out and lse of a larger problem. A CPU has neither a compiled lse nor a backward: there the operator's eager form
+serves the forward pass alone. Dong et al., Flex Attention, 2024.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+
+from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.triton_support import LOG2E
+from torch_impl.kernels.walks import ragged_runs
+from workload.capability import ALL_STATIC, Capability
+from workload.errors import Unsupported
+from workload.masks import IntervalMask, visible
+from workload.problem import AttentionProblem
+
+NAME = "flex"
+BLOCK = 128
+OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
+           "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexOperands:
+    """A mask as FlexAttention's operators take it.
+
+    Attributes:
+      bounds: 2R tensors, int32 [q_len]: starts[0], ends[0], starts[1], ...
+      lists: eight int32 tensors: counts [1, 1, blocks] and indices [1, 1, blocks, other blocks] of partial key
+        blocks, full key blocks, partial query blocks and full query blocks.
+    """
+
+    bounds: tuple[torch.Tensor, ...]
+    lists: tuple[torch.Tensor, ...]
+
+
+def block_lists(begin: np.ndarray, end: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(counts [rows], indices [rows, width]) of the tiles in each row's runs [begin, end), ascending.
+
+    >>> block_lists(np.array([[0, 3]]), np.array([[1, 5]]), 6)[1].tolist()
+    [[0, 3, 4, 0, 0, 0]]
+    """
+    length = (end - begin).ravel()
+    row = np.repeat(np.repeat(np.arange(len(begin)), begin.shape[1]), length)
+    tile = np.repeat(begin.ravel() - (np.cumsum(length) - length), length) + np.arange(length.sum())
+    counts = np.bincount(row, minlength=len(begin))
+    slot = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices = np.zeros((len(begin), width), np.int32)
+    indices[row, slot] = tile
+    return counts.astype(np.int32), indices
+
+
+def _lists(mask: IntervalMask, device) -> list[torch.Tensor]:
+    runs = ragged_runs(mask, BLOCK, BLOCK)
+    arrays = (*block_lists(runs.partial_begin, runs.partial_end, runs.k_tiles),
+              *block_lists(runs.full_begin, runs.full_end, runs.k_tiles))
+    return [torch.as_tensor(x, device=device)[None, None] for x in arrays]
+
+
+def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
+    """Row bounds and block lists on the device, from tile runs: O(blocks^2) memory, as the operator wants it."""
+    mask = problem.mask
+    rows = [x[r] for r in range(mask.intervals) for x in (mask.starts, mask.ends)]
+    bounds = tuple(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in rows)
+    lists = (*_lists(mask, device), *_lists(mask.transpose(), device))
+    return FlexOperands(bounds, lists)
+
+
+def _seen(b, h, i, j, *bounds):
+    """The predicate: row i sees key j."""
+    del b, h
+    return visible(bounds[0::2], bounds[1::2], i, j)
+
+
+def _unchanged(score, b, h, i, j):
+    """The score modification: none."""
+    del b, h, i, j
+    return score
+
+
+def _block_mask(q_len, kv_len, lists):
+    return (q_len, kv_len, *lists, BLOCK, BLOCK, _seen)
+
+
+def _traced_forward(scale, count, q, k, v, *tensors):
+    """out and base-2 lse; tensors are `count` bounds and the eight lists."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    bounds, lists = tensors[:count], tensors[count:]
+    blocks = _block_mask(q.shape[2], k.shape[2], lists)
+    return flex_attention(q, k, v, _unchanged, blocks, scale, OPTIONS, (), bounds)[:2]
+
+
+def _traced_backward(scale, count, q, k, v, out, lse, dout, *tensors):
+    """dq, dk, dv; lse is base 2."""
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention_backward
+
+    bounds, lists = tensors[:count], tensors[count:]
+    example = (q.new_zeros((), requires_grad=True), *(q.new_zeros((), dtype=torch.int) for _ in range(4)))
+    graphs = create_fw_bw_graph(_unchanged, example, ())
+    blocks = _block_mask(q.shape[2], k.shape[2], lists)
+    return flex_attention_backward(q, k, v, out, lse, dout, None, *graphs, blocks, scale, OPTIONS, (), bounds)[:3]
+
+
+@functools.cache
+def _compiled(run, scale, count, signature):
+    """Inductor's code for a traced function at a signature of (shape, stride, dtype, device) per tensor."""
+    from torch import _inductor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    example = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in signature]
+    with torch.no_grad():
+        graph = make_fx(functools.partial(run, scale, count), tracing_mode="fake")(*example)
+        return _inductor.compile(graph, example)
+
+
+def compiles() -> int:
+    """How many programs were compiled so far: one per pass and shape, never more."""
+    return _compiled.cache_info().misses
+
+
+def _run(traced, scale, operands, *tensors):
+    """Runs a traced function through Inductor."""
+    tensors = (*tensors, *operands.bounds, *operands.lists)
+    signature = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
+    return _compiled(traced, scale, len(operands.bounds), signature)(*tensors)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().transpose(1, 2)
+
+
+def forward(q, k, v, operands, scale, *, out_dtype=None):
+    """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
+    if out_dtype not in (None, q.dtype):
+        raise Unsupported(f"torch kernel {NAME}", f"out_dtype {out_dtype}: results are {q.dtype}")
+    if not q.shape[1] or not k.shape[1]:
+        return torch.zeros_like(q), torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+    tensors = [_heads_first(x) for x in (q, k, v)]
+    if q.is_cuda:
+        out, lse = _run(_traced_forward, scale, operands, *tensors)
+    else:
+        out, lse = _traced_forward(scale, len(operands.bounds), *tensors, *operands.bounds, *operands.lists)
+    return out.transpose(1, 2), lse.float() / LOG2E
+
+
+def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
+    """dq, dk, dv; out and lse may belong to a larger problem, delta is recomputed from out and dout.
+
+    Raises `Unsupported` on a grad_dtype other than q's, and on a CPU.
+    """
+    del delta  # rowsum(out * dout) by contract: the operator makes it from the two
+    if grad_dtype not in (None, q.dtype):
+        raise Unsupported(f"torch kernel {NAME}", f"grad_dtype {grad_dtype}: results are {q.dtype}")
+    if not q.is_cuda:
+        raise Unsupported(f"torch kernel {NAME}", "backward on a CPU: FlexAttention has none")
+    if not q.shape[1] or not k.shape[1]:
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
+    q, k, v, out, dout = (_heads_first(x) for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
+    grads = _run(_traced_backward, scale, operands, q, k, v, out, (lse * LOG2E).contiguous(), dout)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+KERNEL = Kernel(
+    NAME,
+    Capability(
+        ALL_STATIC,
+        passes=("forward", "backward") if torch.cuda.is_available() else ("forward",),
+        source=f"torch {torch.__version__} FlexAttention: Inductor's Triton template (GPU), eager (CPU)",
+    ),
+    prepare,
+    forward,
+    backward,
+)
