@@ -75,8 +75,8 @@ def prepare(problem: AttentionProblem, device=None) -> Operands:
         return Operands(None, None, None, kind, window)
     document = np.searchsorted(offsets, np.arange(problem.q_len), side="right").astype(np.int32) - 1
     place = np.arange(problem.q_len, dtype=np.int32) - offsets[document]
-    arrays = (jax.device_put(x, device) for x in (offsets, document, place))
-    return Operands(*arrays, "PADDING_CAUSAL" if regular.causal else "PADDING", window)
+    offsets, document, place = (jax.device_put(x, device) for x in (offsets, document, place))
+    return Operands(offsets, document, place, "PADDING_CAUSAL" if regular.causal else "PADDING", window)
 
 
 def available() -> str | None:

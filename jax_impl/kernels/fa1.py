@@ -44,8 +44,8 @@ def prepare(problem: AttentionProblem, device=None, *, tiles: tuple[Tile, Tile] 
     """Tile runs and column intervals, keys as rows; O(q_len + kv_len)."""
     tiles = tiles or default_tiles(problem)
     by_key = problem.mask.transpose()
-    walks = (run_walk(by_key, tile.rows, tile.columns, device, hide_padding=True) for tile in tiles)
-    return Operands(*walks, *tiles)
+    forward, backward = (run_walk(by_key, tile.rows, tile.columns, device, hide_padding=True) for tile in tiles)
+    return Operands(forward, backward, *tiles)
 
 
 def _for_each(count: int, store) -> None:

@@ -46,6 +46,11 @@ def tensors(problem, seed=0):
     return [jnp.asarray(rng.standard_normal(s), problem.dtype) for s in shapes]
 
 
+def exact(*arrays):
+    """The arrays in float64."""
+    return [np.asarray(x, np.float64) for x in arrays]
+
+
 def error(got, want) -> float:
     """Relative L2 error over the finite entries of `want`; the infinite ones must agree."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -98,7 +103,7 @@ def test_part_of_a_larger_problem(name):
     kernel, whole = kernels.get(name), masks.prefix_lm_causal(45, 70, 30)
     problem = AttentionProblem(whole, 2, 4, 2, 16, "bfloat16", 0.4)
     q, k, v, dout = tensors(problem)
-    want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), whole, 0.4, np.asarray(dout, np.float64))
+    want = attention_oracle(*exact(q, k, v), whole, 0.4, *exact(dout))
     out, lse = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32)
     delta = jnp.einsum("bshd,bshd->bhs", out, dout.astype(jnp.float32))
     parts = []
@@ -195,8 +200,7 @@ def test_sdpa_in_bfloat16_is_near_naive():
     """sdpa loses at most twice what naive loses in bfloat16 on the same data, on every output."""
     problem = AttentionProblem(masks.causal(91, 75), 2, 6, 2, 24, "bfloat16")
     q, k, v, dout = tensors(problem)
-    want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), problem.mask, problem.scale,
-                            np.asarray(dout, np.float64))
+    want = attention_oracle(*exact(q, k, v), problem.mask, problem.scale, *exact(dout))
     losses = []
     for kernel in (kernels.get("sdpa"), naive.KERNEL):
         results = jax.jit(functools.partial(run, kernel, problem.scale))(kernel.prepare(problem), q, k, v, dout)
@@ -260,7 +264,7 @@ class TestCudnn:
             pytest.skip(reason)
         problem = AttentionProblem(mask, 2, 4, 2, 64, "bfloat16", 0.2)
         q, k, v, dout = tensors(problem)
-        want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), mask, 0.2, np.asarray(dout, np.float64))
+        want = attention_oracle(*exact(q, k, v), mask, 0.2, *exact(dout))
         operands = self.kernel.prepare(problem)
         got = jax.jit(functools.partial(run, self.kernel, 0.2))(operands, q, k, v, dout)
         for label, value in got.items():
