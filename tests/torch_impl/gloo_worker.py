@@ -8,13 +8,13 @@ import time
 import torch
 
 from torch_impl import launch
-from torch_impl.context_parallel.communicator import Communicator
+from torch_impl.context_parallel.communicator import GroupCommunicator
 
 
 def main(mode: str, rounds: int) -> None:
     torch.set_num_threads(1)
     with launch.join(launch.detect(), backend="gloo", timeout_s=30) as place:
-        communicator = Communicator(deadline_s=2)
+        communicator = GroupCommunicator(deadline_s=2)
         communicator.warm_up(torch.device("cpu"))
         if place.rank == 1 and mode == "lost":
             communicator.watch.progress.at("local attention")

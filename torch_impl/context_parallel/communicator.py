@@ -94,52 +94,34 @@ class Pending:
 
 
 class Communicator:
-    """Collectives of one group of ranks, of which this process is one.
+    """Collectives of one group of ranks, of which the caller is one.
 
     Attributes:
-      group: the `torch.distributed` group.
       rank, size: in the group.
       ranks: the job's ranks that make the group, in group order.
-      bytes: operand bytes handed to torch.distributed so far, by kind of collective.
+      bytes: operand bytes handed over so far, by kind of collective.
       calls: collectives so far, by kind.
     """
 
-    def __init__(self, group=None, *, deadline_s: float = 60.0, watch: Watch | None = None):
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.watch = watch or Watch(dist.get_rank(), deadline_s)
+    def __init__(self, rank: int, ranks: Sequence[int]):
+        self.rank, self.size, self.ranks = rank, len(ranks), tuple(ranks)
         self.bytes: collections.Counter = collections.Counter()
         self.calls: collections.Counter = collections.Counter()
 
     def all_to_all(self, x: torch.Tensor, step: str) -> Pending:
         """x [size, ...]: piece j goes to rank j. Result, as x: piece j is what rank j held for this rank."""
         self._check("all_to_all", step, x, leading=True)
-        if self.size == 1:
-            return Pending(step, (), (), x)
-        got = torch.empty_like(x)
-        start = lambda: [dist.all_to_all_single(got, x, group=self.group, async_op=True)]  # noqa: E731
-        return self._launch("all_to_all", step, self._others(), start, [x], got)
+        return Pending(step, (), (), x) if self.size == 1 else self._all_to_all(x, step)
 
     def all_gather(self, x: torch.Tensor, step: str) -> Pending:
         """x of any shape; result [size, *x.shape], rank j's x at j."""
         self._check("all_gather", step, x)
-        if self.size == 1:
-            return Pending(step, (), (), x[None])
-        got = x.new_empty((self.size, *x.shape))
-        start = lambda: [  # noqa: E731
-            dist.all_gather_into_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)]
-        return self._launch("all_gather", step, self._others(), start, [x], got)
+        return Pending(step, (), (), x[None]) if self.size == 1 else self._all_gather(x, step)
 
     def reduce_scatter(self, x: torch.Tensor, step: str) -> Pending:
         """x [size, ...]; result x.shape[1:]: the sum over the ranks of their piece for this rank."""
         self._check("reduce_scatter", step, x, leading=True)
-        if self.size == 1:
-            return Pending(step, (), (), x[0])
-        got = torch.empty_like(x[0])
-        start = lambda: [  # noqa: E731
-            dist.reduce_scatter_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)]
-        return self._launch("reduce_scatter", step, self._others(), start, [x], got)
+        return Pending(step, (), (), x[0]) if self.size == 1 else self._reduce_scatter(x, step)
 
     def permute(self, tensors: Sequence[torch.Tensor], to: int, source: int, step: str) -> Pending:
         """Each tensor goes to group rank `to`; result: tensors like them, from group rank `source`.
@@ -148,19 +130,9 @@ class Communicator:
         """
         for x in tensors:
             self._check("permute", step, x)
-        if to == self.rank and source == self.rank:
+        if to == source == self.rank:
             return Pending(step, (), (), list(tensors))
-        got = [torch.empty_like(x) for x in tensors]
-        pairs = [(dist.P2POp(dist.isend, x, group=self.group, group_peer=to),
-                  dist.P2POp(dist.irecv, y, group=self.group, group_peer=source)) for x, y in zip(tensors, got)]
-        half = MAX_BATCH // 2  # a pair stays in one batch: a send alone would wait for a receive not yet posted
-
-        def start():
-            return [work for first in range(0, len(pairs), half)
-                    for work in dist.batch_isend_irecv([op for pair in pairs[first : first + half] for op in pair])]
-
-        peers = sorted({self.ranks[to], self.ranks[source]})
-        return self._launch("permute", step, peers, start, list(tensors), got)
+        return self._permute(list(tensors), to, source, step)
 
     def rotate(self, tensors: Sequence[torch.Tensor], by: int, step: str) -> Pending:
         """Each tensor goes `by` ranks up; result: those of the rank `by` below."""
@@ -187,18 +159,72 @@ class Communicator:
         self.bytes.clear()
         self.calls.clear()
 
-    def _others(self) -> list[int]:
-        return [r for i, r in enumerate(self.ranks) if i != self.rank]
-
     def _check(self, kind, step, x, leading=False) -> None:
         if not x.is_contiguous():  # a strided buffer is sent as if it were dense: silently wrong data
             raise ValueError(f"{kind} at step '{step}': operand of shape {tuple(x.shape)} is not contiguous")
         if leading and (x.ndim == 0 or x.shape[0] != self.size):
             raise ValueError(f"{kind} at step '{step}': shape {tuple(x.shape)} does not begin with {self.size} ranks")
 
-    def _launch(self, kind, step, peers, start, operands, result) -> Pending:
+    def _count(self, kind: str, operands: Sequence[torch.Tensor]) -> None:
         self.bytes[kind] += sum(x.numel() * x.element_size() for x in operands)
         self.calls[kind] += 1
+
+    def _all_to_all(self, x, step) -> Pending:
+        raise NotImplementedError
+
+    def _all_gather(self, x, step) -> Pending:
+        raise NotImplementedError
+
+    def _reduce_scatter(self, x, step) -> Pending:
+        raise NotImplementedError
+
+    def _permute(self, tensors, to, source, step) -> Pending:
+        raise NotImplementedError
+
+
+class GroupCommunicator(Communicator):
+    """A `Communicator` over a group of `torch.distributed`.
+
+    Args:
+      group: the group, all ranks of the job by default.
+      deadline_s: longest wait for a peer in a collective, where no `watch` is handed in.
+      watch: shared by the groups of a job.
+    """
+
+    def __init__(self, group=None, *, deadline_s: float = 60.0, watch: Watch | None = None):
+        self.group = dist.group.WORLD if group is None else group
+        super().__init__(dist.get_rank(self.group), dist.get_process_group_ranks(self.group))
+        self.watch = watch or Watch(dist.get_rank(), deadline_s)
+
+    def _all_to_all(self, x, step):
+        got = torch.empty_like(x)
+        return self._launch("all_to_all", step, self._others(), [x], got, lambda: [
+            dist.all_to_all_single(got, x, group=self.group, async_op=True)])
+
+    def _all_gather(self, x, step):
+        got = x.new_empty((self.size, *x.shape))
+        return self._launch("all_gather", step, self._others(), [x], got, lambda: [
+            dist.all_gather_into_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)])
+
+    def _reduce_scatter(self, x, step):
+        got = torch.empty_like(x[0])
+        return self._launch("reduce_scatter", step, self._others(), [x], got, lambda: [
+            dist.reduce_scatter_tensor(got.view(-1), x.view(-1), group=self.group, async_op=True)])
+
+    def _permute(self, tensors, to, source, step):
+        got = [torch.empty_like(x) for x in tensors]
+        pairs = [(dist.P2POp(dist.isend, x, group=self.group, group_peer=to),
+                  dist.P2POp(dist.irecv, y, group=self.group, group_peer=source)) for x, y in zip(tensors, got)]
+        half = MAX_BATCH // 2  # a pair stays in one batch: a send alone would wait for a receive not yet posted
+        return self._launch("permute", step, sorted({self.ranks[to], self.ranks[source]}), tensors, got, lambda: [
+            work for first in range(0, len(pairs), half)
+            for work in dist.batch_isend_irecv([op for pair in pairs[first : first + half] for op in pair])])
+
+    def _others(self) -> list[int]:
+        return [r for i, r in enumerate(self.ranks) if i != self.rank]
+
+    def _launch(self, kind, step, peers, operands, result, start) -> Pending:
+        self._count(kind, operands)
         name = f"rank {self.ranks[self.rank]}: step '{step}' with peer {', '.join(map(str, peers))}"
         pending = Pending(name, (), operands, result)
         posted = threading.Event()

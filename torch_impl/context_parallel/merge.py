@@ -21,11 +21,12 @@ def empty(q: torch.Tensor) -> Partial:
     return out, torch.full((b, h, s), -torch.inf, dtype=torch.float32, device=q.device)
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge(a: Partial, b: Partial, *, in_place: bool = False) -> Partial:
     """The result over the union of two disjoint sets of keys.
 
     Args:
       a, b: out [B, S, H, D] and lse [B, H, S], natural log, -inf for a row that sees no key; read as float32.
+      in_place: the result takes the place of `a`, which must be float32.
 
     Returns: out and lse, float32; (0, -inf) where neither side saw a key.
 
@@ -41,15 +42,13 @@ def merge(a: Partial, b: Partial) -> Partial:
     total = weight_a + weight_b
     some = total > 0
     safe = torch.where(some, total, 1.0)
-    out = _rows(weight_a / safe) * out_a + _rows(weight_b / safe) * out_b
-    return out, torch.where(some, guard + torch.log(safe), -torch.inf)
+    lse = torch.where(some, guard + torch.log(safe), -torch.inf)
+    if in_place:
+        out_a.mul_(_rows(weight_a / safe)).addcmul_(out_b, _rows(weight_b / safe))
+        return out_a, lse
+    return _rows(weight_a / safe) * out_a + _rows(weight_b / safe) * out_b, lse
 
 
 def _rows(weight_BHS: torch.Tensor) -> torch.Tensor:
     """[B, H, S] to [B, S, H, 1], to weigh rows of an out tensor."""
     return weight_BHS.transpose(1, 2)[..., None]
-
-
-def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(out * dout), float32 [B, H, S], of out and dout [B, S, H, D]."""
-    return (out.float() * dout.float()).sum(dim=-1).transpose(1, 2).contiguous()

@@ -1,0 +1,147 @@
+"""The public context-parallel call of the PyTorch stack; its twin is jax_impl/context_parallel/attention.py."""
+
+import importlib
+
+import torch
+
+from torch_impl.context_parallel.mesh import Mesh
+from torch_impl.context_parallel.plan import Plan, make_plan
+from torch_impl.context_parallel.ulysses import to_heads, to_tokens
+from workload.problem import AttentionProblem
+
+
+def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
+    """Attention over tokens that are split among the ranks of a mesh; differentiable by autograd.
+
+    Args:
+      q: [batch, q_length, q_heads, head_dim]; k, v: [batch, kv_length, kv_heads, head_dim]: this rank's tokens as
+        `shard` gives them, padding included.
+      mask: the global `IntervalMask` or `BlockMask`, the same on every rank.
+      scheme, mesh, options: see `make_plan`. Making a plan costs host time and depends on the mask alone: where several
+        layers share a mask, make it once and call `attend`.
+      scale: logit scale, head_dim ** -0.5 by default.
+
+    Returns: out as q; with `with_lse`, (out, lse float32 [batch, q_heads, q_length]). Padding rows are (0, -inf).
+    Gradients flow through out.
+
+    Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
+    """
+    dtype = str(q.dtype).removeprefix("torch.")
+    problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
+    return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, **options))
+
+
+def attend(q, k, v, plan: Plan):
+    """`attention` under a plan; all ranks of its mesh call it."""
+    _check(q, k, v, plan)
+    out, lse = _Attend.apply(plan, q, k, v)
+    return (out, lse) if plan.local.signature.with_lse else out
+
+
+def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
+    """[batch, total, ...] in token order, the same on every rank, to this rank's [batch, length, ...]; padding is zero.
+
+    Args:
+      side: "q" or "kv": whose sharding (they differ where q_len != kv_len).
+    """
+    at, total = positions(plan, side), _total(plan, side)
+    if x.shape[1] != total:
+        raise ValueError(f"x: {x.shape[1]} tokens, the plan's are {total}")
+    held = (at >= 0).reshape(-1, *[1] * (x.ndim - 2)).to(x.device)
+    return x.index_select(1, at.clamp(min=0).to(x.device)).masked_fill(~held, 0)
+
+
+def unshard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
+    """The inverse of `shard`: every rank's [batch, length, ...] to [batch, total, ...] on every rank; no gradient."""
+    with torch.no_grad():
+        world = plan.local.mesh.world
+        at = world.all_gather(positions(plan, side), "unshard: positions").wait().flatten()
+        got = world.all_gather(x.contiguous(), "unshard").wait().transpose(0, 1).flatten(1, 2)
+        order = torch.argsort(torch.where(at < 0, at.numel(), at), stable=True)[: _total(plan, side)]
+        return got.index_select(1, order)
+
+
+def positions(plan: Plan, side: str = "q") -> torch.Tensor:
+    """Global positions of this rank's tokens, int64 [length], -1 for padding.
+
+    What rotary embeddings are to be computed from: a rank's tokens do not start at 0.
+    """
+    if side not in ("q", "kv"):
+        raise ValueError(f"side: {side!r} is neither q nor kv")
+    return plan.data.q_positions if side == "q" else plan.data.kv_positions
+
+
+def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
+    """The mean over the real tokens of all ranks, differentiable: a loss must not be averaged per rank.
+
+    Ranks may hold unequal numbers of tokens, and padding counts for nothing. Each rank's gradient is its own share of
+    the global mean's: summing parameter gradients over the ranks (not averaging) gives the gradient of the mean.
+
+    Args:
+      values: [batch, length], a loss per token.
+    """
+    held = positions(plan, side) >= 0
+    mine = torch.where(held, values.float(), 0.0).sum()
+    parts = torch.stack([mine.detach(), held.sum() * float(len(values))])
+    total, count = plan.local.mesh.world.all_gather(parts, "token_mean").wait().sum(dim=0)
+    return mine / count + (total - mine.detach()) / count  # the value of the whole, the gradient of this rank's part
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, q, k, v):
+        (out, lse), saved = forward(plan, q, k, v)
+        ctx.plan, ctx.exchanged = plan, plan.local.signature.topology.ulysses > 1
+        ctx.save_for_backward(*(saved[:4] if ctx.exchanged else (*saved[:3], out)), saved[4])
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _):
+        return None, *backward(ctx.plan, ctx.saved_tensors, dout)
+
+
+def forward(plan: Plan, q, k, v):
+    """((out, lse or None) in token order, what `backward` needs: the exchanged q, k, v, out and their lse)."""
+    local, data = plan.local, plan.data
+    coming = [to_heads(local, x.contiguous(), name, data) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    q, k, v = (wait() for wait in coming)
+    out, lse = _scheme(local).forward(local, q, k, v, data)
+    result = to_tokens(local, out, "out", data)
+    by_token = None
+    if local.signature.with_lse:
+        by_token = to_tokens(local, lse.transpose(1, 2)[..., None].contiguous(), "lse", data)()
+        by_token = by_token[..., 0].transpose(1, 2).contiguous()
+    return (result(), by_token), (q, k, v, out, lse)
+
+
+def backward(plan: Plan, saved, dout):
+    """dq, dk, dv in token order and the problem's dtype, from what `forward` saved."""
+    local, data, dtype = plan.local, plan.data, saved[0].dtype
+    dout = to_heads(local, dout.contiguous(), "dout", data)()
+    dq, *sums = _scheme(local).backward(local, saved, dout, data)
+    coming = [to_tokens(local, dq.to(dtype), "dq", data)]
+    coming += [to_tokens(local, x, name, data) for x, name in zip(sums, ("dk", "dv"))]
+    return tuple(wait().to(dtype) for wait in coming)
+
+
+def _scheme(local):
+    return importlib.import_module(f"torch_impl.context_parallel.{local.signature.scheme}")
+
+
+def _total(plan: Plan, side: str) -> int:
+    signature = plan.local.signature
+    return signature.q_total if side == "q" else signature.kv_total
+
+
+def _check(q, k, v, plan: Plan) -> None:
+    signature, heads = plan.local.signature, plan.local.signature.heads
+    rows = (signature.batch, signature.q_length, heads.q_heads, signature.head_dim)
+    keys = (signature.batch, signature.kv_length, heads.kv_heads, signature.head_dim)
+    for name, x, want in (("q", q, rows), ("k", k, keys), ("v", v, keys)):
+        if tuple(x.shape) != want:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, the plan's is {want}")
+        if str(x.dtype) != f"torch.{signature.dtype}":
+            raise ValueError(f"{name}: dtype {x.dtype}, the plan's is {signature.dtype}")

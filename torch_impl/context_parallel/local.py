@@ -1,0 +1,74 @@
+"""What one rank computes: its kernel under a step's mask, and the data it does that with; twin in jax_impl."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from torch_impl import kernels
+from torch_impl.context_parallel.mesh import Mesh
+from workload.signature import Signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The tensors of a schedule that one rank reads.
+
+    masks: per step the kernel's operands, or None where this rank sees no key of the step.
+    q_positions, kv_positions: int64 [length], global positions of its tokens, -1 for padding.
+    q_order, kv_order: int64 [exchanged length], ascending order of its exchanged sequence, or None where it is so.
+    gathered_order: int64 [kv_total], ascending order of the gathered keys, or None.
+    """
+
+    masks: tuple[Any, ...]
+    q_positions: torch.Tensor
+    kv_positions: torch.Tensor
+    q_order: torch.Tensor | None = None
+    kv_order: torch.Tensor | None = None
+    gathered_order: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """A rank's kernel and communicators with everything static: partial results in, float32 parts out."""
+
+    kernel: str
+    signature: Signature
+    mesh: Mesh
+
+    def forward(self, q, k, v, operands, out_dtype=torch.float32):
+        """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
+        return kernels.get(self.kernel).forward(q, k, v, operands, self.signature.scale, out_dtype=out_dtype)
+
+    def backward(self, saved, dout, delta, operands):
+        """float32 dq, dk, dv of this part, from the final out and lse."""
+        return kernels.get(self.kernel).backward(
+            *saved, dout, operands, self.signature.scale, grad_dtype=torch.float32, delta=delta
+        )
+
+    @property
+    def travel(self) -> torch.dtype:
+        """dtype of gradient sums in flight."""
+        return getattr(torch, self.signature.travel)
+
+
+def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(out * dout), float32 [batch, heads, rows]."""
+    return (out.float() * dout.float()).sum(dim=-1).transpose(1, 2).contiguous()
+
+
+def take_tokens(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Rows of axis 1 in this order; None keeps x."""
+    return x if order is None else x.index_select(1, order)
+
+
+def put_tokens(x: torch.Tensor, order: torch.Tensor | None, length: int) -> torch.Tensor:
+    """The inverse of `take_tokens`: row n of x to place order[n] (or n) of `length` places, zeros elsewhere."""
+    if order is None and x.shape[1] == length:
+        return x
+    out = x.new_zeros((x.shape[0], length, *x.shape[2:]))
+    if order is None:
+        out[:, : x.shape[1]] = x
+    else:
+        out.index_copy_(1, order, x)
+    return out

@@ -1,0 +1,97 @@
+"""A schedule made ready for a mesh: a rank's static part and, as tensors, its data; twin in jax_impl."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from torch_impl import kernels
+from torch_impl.context_parallel.local import Data, Local
+from torch_impl.context_parallel.mesh import Mesh
+from workload.block_masks import BlockMask
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
+from workload.schedule import EMPTY, Schedule, make_schedule
+from workload.sharding import Sharding, shardings
+from workload.topology import Topology, make_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one rank executes: made once per mask, used by every layer and training step under it."""
+
+    local: Local
+    data: Data
+
+
+def make_plan(
+    problem: AttentionProblem, *, scheme: str, mesh: Mesh, sharding: str | tuple[Sharding, Sharding] = "contiguous",
+    window: int | None = None, granule: int = 1, kernel: str | None = None, skip: bool = True,
+    travel: str = "float32", with_lse: bool = False,
+) -> Plan:
+    """The plan of a scheme on a mesh; every rank makes its own, from equal arguments.
+
+    Args:
+      problem: the global problem; its batch is that of one context-parallel group.
+      scheme: one of `workload.topology.SCHEMES`.
+      mesh: of `make_mesh`.
+      sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
+      window: loongtrain's inner ring; the mesh's by default.
+      granule: see `make_sharding`.
+      kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
+      skip, travel, with_lse: see `make_schedule`.
+
+    Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
+    """
+    topology = _topology(scheme, mesh, window)
+    if topology.window != mesh.topology.window:
+        mesh = mesh.windowed(topology.window)
+    if isinstance(sharding, str):
+        sharding = shardings(sharding, problem.mask, topology, granule=granule)
+    schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
+    return plan_of(schedule, mesh, kernel or default_kernel(problem.mask, mesh.device.type))
+
+
+def plan_of(schedule: Schedule, mesh: Mesh, kernel: str) -> Plan:
+    """The plan of the mesh's rank that executes a schedule with a local kernel."""
+    signature, rank = schedule.signature, mesh.rank
+    ring_index = schedule.topology.place(rank)[0]
+
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(x.astype(np.int64), device=mesh.device)
+
+    data = Data(
+        masks=tuple(step_operands(schedule, t, rank, kernel, mesh.device) for t in range(len(signature.steps))),
+        q_positions=tensor(schedule.q_sharding.table[rank]),
+        kv_positions=tensor(schedule.kv_sharding.table[rank]),
+        q_order=tensor(schedule.q_order(ring_index)) if signature.sorts_q else None,
+        kv_order=tensor(schedule.kv_order(ring_index)) if signature.sorts_kv else None,
+        gathered_order=tensor(schedule.gathered_order()) if signature.sorts_gathered else None,
+    )
+    return Plan(Local(kernel, signature, mesh), data)
+
+
+def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device):
+    """The kernel's operands of a rank at a step, or None where none of its rows sees a key of the step."""
+    if schedule.mask_class(step, schedule.topology.place(rank)[0]) == EMPTY:
+        return None
+    problem, chosen = schedule.local_problem(step, rank), kernels.get(kernel)
+    chosen.require(problem)
+    return chosen.prepare(problem, device)
+
+
+def default_kernel(mask, device: str) -> str:
+    """The local kernel of a device: naive on CPU, flashmask or flashinfer on GPU."""
+    if device == "cpu":
+        return "naive"
+    return "flashinfer" if isinstance(mask, BlockMask) else "flashmask"
+
+
+def _topology(scheme: str, mesh: Mesh, window: int | None) -> Topology:
+    have = mesh.topology
+    if scheme == "ulysses" and have.ring > 1:
+        raise Unsupported(scheme, f"mesh with ring {have.ring}: the scheme exchanges heads among all ranks")
+    if scheme == "loongtrain" and window is None:
+        window = have.window
+    return make_topology(scheme, have.world, ulysses=have.ulysses, window=window, ranks_per_node=have.ranks_per_node,
+                         head_first=have.head_first)
