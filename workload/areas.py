@@ -52,7 +52,7 @@ class Owners:
         width = int(self.bounds[1]) if total else 1
         striped = len(self.run_owner) > 8 * self.count
         periodic = striped and np.array_equal(owner, np.arange(total) // width % self.count)
-        self.stripe = width if periodic else None
+        self.stripe = width if periodic else 0  # keys of a stripe, 0 where keys are not dealt round robin
 
     def cells(self, starts: np.ndarray, ends: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Keys of each owner inside the intervals, times their weights: int64 [owners]."""

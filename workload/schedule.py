@@ -213,8 +213,9 @@ def make_schedule(
     orders = [_sorted(s, topology) for s in (q_sharding, kv_sharding)]
     signature = Signature(
         scheme, topology, head_layout(problem.q_heads, problem.kv_heads, topology.ulysses), problem.batch,
-        problem.head_dim, problem.dtype, problem.scale, q_sharding.length, kv_sharding.length, kv_sharding.total,
-        (Step(),), None, gathers, not orders[0], not orders[1], False, travel, with_lse,
+        problem.head_dim, problem.dtype, problem.scale, q_sharding.length, kv_sharding.length,
+        q_sharding.total, kv_sharding.total, (Step(),), None, gathers, not orders[0], not orders[1], False, travel,
+        with_lse,
     )
     schedule = Schedule(signature, problem, q_sharding, kv_sharding)
     if gathers:

@@ -66,7 +66,7 @@ class Signature:
       scheme, topology, heads: the scheme, its grid, its head layout.
       batch, head_dim, dtype, scale: of the problem.
       q_length, kv_length: tokens of every rank's local arrays, padding included.
-      kv_total: all tokens of keys.
+      q_total, kv_total: all tokens.
       steps: in order; an all-gather has one.
       home: the hop that takes the travelling sums of dk, dv home, None where nothing travels.
       gathers: whether keys are all-gathered over the ring rather than walked.
@@ -85,6 +85,7 @@ class Signature:
     scale: float
     q_length: int
     kv_length: int
+    q_total: int
     kv_total: int
     steps: tuple[Step, ...]
     home: Hop | None
@@ -167,7 +168,7 @@ class Signature:
 
     def _walk(self, which: str) -> list[Collective]:
         keys, sums = self._block_bytes(ITEM_BYTES[self.dtype]), self._block_bytes(ITEM_BYTES[self.travel])
-        out = []
+        out: list[Collective] = []
 
         def send(names, size, t, hop):
             out.extend(Collective("permute", x, "ring", size, size, t, hop) for x in names if hop is not None)

@@ -1,0 +1,182 @@
+"""The public context-parallel call of the JAX stack; its twin is torch_impl/context_parallel/attention.py."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl.context_parallel.local import Local
+from jax_impl.context_parallel.plan import Plan, Program, make_plan, put
+from jax_impl.context_parallel.ulysses import to_heads, to_tokens
+from workload.problem import AttentionProblem
+
+
+def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
+    """Attention over tokens that are split among the ranks of a mesh; differentiable, and can be jitted.
+
+    Args:
+      q: [batch, world * q_length, q_heads, head_dim]; k, v: [batch, world * kv_length, kv_heads, head_dim]; tokens in
+        the order of `shard`, padding included.
+      mask: the global `IntervalMask` or `BlockMask`.
+      scheme, mesh, options: see `make_plan`. Inside jit, the mask's data become constants of the program: make the
+        plan outside, hand it in as an argument and call `attend`, and other documents do not compile anew.
+      scale: logit scale, head_dim ** -0.5 by default.
+
+    Returns: out as q; with `with_lse`, (out, lse float32 [batch, q_heads, world * q_length]). Padding rows are
+    (0, -inf). Gradients flow through out.
+
+    Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
+    """
+    groups = np.prod([mesh.shape[a] for a in jax.tree.leaves(options.get("batch_axes"))], dtype=int)
+    problem = AttentionProblem(
+        mask, max(1, q.shape[0] // int(groups)), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale
+    )
+    return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, **options))
+
+
+def attend(q, k, v, plan: Plan):
+    """`attention` under a plan."""
+    _check(q, k, v, plan.program)
+    out, lse = _attend(plan.program, q, k, v, plan.data)
+    return (out, jax.lax.stop_gradient(lse)) if plan.program.signature.with_lse else out
+
+
+def shard(x, plan: Plan, side: str = "q"):
+    """[batch, total, ...] in token order to [batch, world * length, ...] in rank order, split over the mesh.
+
+    Args:
+      side: "q" or "kv": whose sharding (they differ where q_len != kv_len).
+
+    A NumPy array is placed from the host, the same on every process; a JAX array is permuted where it is. Padding
+    is zero.
+    """
+    at, program = _positions(plan, side), plan.program
+    sharding = NamedSharding(program.mesh, program.spec())
+    if isinstance(x, np.ndarray):
+        order = _on_host(at)
+        held = (order >= 0).reshape(-1, *[1] * (x.ndim - 2))
+        return put(np.where(held, x[:, np.maximum(order, 0)], np.zeros((), x.dtype)), sharding)
+    out = jnp.take(x, jnp.where(at < 0, x.shape[1], at), axis=1, mode="fill", fill_value=0)
+    return jax.lax.with_sharding_constraint(out, sharding)
+
+
+def unshard(x, plan: Plan, side: str = "q"):
+    """The inverse of `shard`: [batch, world * length, ...] to [batch, total, ...], on every device."""
+    at, total = _positions(plan, side), _total(plan, side)
+    whole = NamedSharding(plan.program.mesh, PartitionSpec())
+    back = jax.jit(functools.partial(_unshard, total=total), out_shardings=whole)
+    return back(x, at)
+
+
+def positions(plan: Plan, side: str = "q") -> jax.Array:
+    """Global positions of the tokens each rank holds, int32 [world * length] split over the mesh, -1 for padding.
+
+    What rotary embeddings are to be computed from: a rank's tokens do not start at 0.
+    """
+    return _positions(plan, side)
+
+
+def _unshard(x, at, total: int):
+    out = jnp.zeros((x.shape[0], total, *x.shape[2:]), x.dtype)
+    return out.at[:, jnp.where(at < 0, total, at)].set(x, mode="drop")
+
+
+def _positions(plan: Plan, side: str):
+    if side not in ("q", "kv"):
+        raise ValueError(f"side: {side!r} is neither q nor kv")
+    return plan.data.q_positions if side == "q" else plan.data.kv_positions
+
+
+def _total(plan: Plan, side: str) -> int:
+    signature = plan.program.signature
+    return signature.q_total if side == "q" else signature.kv_total
+
+
+def _on_host(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda y: y, out_shardings=whole)(x).addressable_data(0))
+
+
+def _check(q, k, v, program: Program) -> None:
+    signature = program.signature
+    world, heads = signature.topology.world, signature.heads
+    groups = np.prod([program.mesh.shape[a] for a in jax.tree.leaves(program.batch_axes)], dtype=int)
+    batch = signature.batch * int(groups)
+    rows = (batch, world * signature.q_length, heads.q_heads, signature.head_dim)
+    keys = (batch, world * signature.kv_length, heads.kv_heads, signature.head_dim)
+    for name, x, want in (("q", q, rows), ("k", k, keys), ("v", v, keys)):
+        if tuple(x.shape) != want:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, the plan's is {want}")
+        if str(x.dtype) != signature.dtype:
+            raise ValueError(f"{name}: dtype {x.dtype}, the plan's is {signature.dtype}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(program: Program, q, k, v, data):
+    return _forward(program, q, k, v, data)[0]
+
+
+def _forward(program: Program, q, k, v, data):
+    """(out, lse) in token order, and what the backward pass needs: the exchanged q, k, v, out and their lse."""
+    signature = program.signature
+    scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
+    local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
+
+    def rank(q, k, v, data):
+        data = _rank_data(data)
+        q, k, v = (to_heads(signature, x, side, data) for x, side in ((q, "q"), (k, "kv"), (v, "kv")))
+        out, lse = scheme.forward(local, q, k, v, data)
+        result = to_tokens(signature, out, "q", data)
+        by_token = None
+        if signature.with_lse:
+            by_token = to_tokens(signature, lse.transpose(0, 2, 1)[..., None], "q", data)[..., 0].transpose(0, 2, 1)
+        exchanged = None if signature.topology.ulysses == 1 else (q, k, v, out)
+        return (result, by_token), exchanged, lse
+
+    call = _sharded(program, rank, (seq, seq, seq, _data_specs(program, data)), ((seq, rows), seq, rows))
+    result, exchanged, lse = call(q, k, v, data)
+    return result, (exchanged or (q, k, v, result[0]), lse, data)
+
+
+def _backward(program: Program, saved, cotangents):
+    signature = program.signature
+    scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
+    local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
+    exchanged, lse, data = saved
+
+    def rank(exchanged, lse, dout, data):
+        data = _rank_data(data)
+        dout = to_heads(signature, dout, "q", data)
+        dq, *sums = scheme.backward(local, (*exchanged, lse), dout, data)
+        dq = to_tokens(signature, dq.astype(signature.dtype), "q", data)
+        dk, dv = (to_tokens(signature, x, "kv", data).astype(signature.dtype) for x in sums)
+        return dq, dk, dv
+
+    call = _sharded(program, rank, ((seq,) * 4, rows, seq, _data_specs(program, data)), (seq, seq, seq))
+    return *call(exchanged, lse, cotangents[0], data), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _sharded(program: Program, function, in_specs, out_specs):
+    return jax.shard_map(function, mesh=program.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _data_specs(program: Program, data):
+    by_rank = PartitionSpec(program.token_axes)
+    specs = jax.tree.map(lambda _: by_rank, data)
+    if data.gathered_order is None:
+        return specs
+    return specs.__class__(**{**vars(specs), "gathered_order": PartitionSpec()})
+
+
+def _rank_data(data):
+    """A rank's own operands: the rank axis of the stacked ones is of length 1 here."""
+    masks = jax.tree.map(lambda x: x[0], data.masks)
+    return data.__class__(**{**vars(data), "masks": masks})

@@ -1,0 +1,67 @@
+"""What one rank computes: its kernel under a step's mask, and the data it does that with; twin in torch_impl."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl import kernels
+from workload.signature import Signature
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The arrays of a schedule; inside a shard_map, one rank's part.
+
+    masks: per step the kernel's operands, leaves [world, ...] outside and as the kernel wants them inside.
+    q_positions, kv_positions: int32 [world * length], global positions in rank order, -1 for padding.
+    q_order, kv_order: int32 [world * exchanged length], ascending order of each exchanged sequence, or None.
+    gathered_order: int32 [kv_total], ascending order of the gathered keys, or None.
+    """
+
+    masks: tuple[Any, ...]
+    q_positions: jax.Array
+    kv_positions: jax.Array
+    q_order: jax.Array | None = None
+    kv_order: jax.Array | None = None
+    gathered_order: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """A rank's kernel with everything static: partial results in, float32 parts out."""
+
+    kernel: str
+    signature: Signature
+
+    def forward(self, q, k, v, operands, out_dtype=jnp.float32):
+        """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
+        return kernels.get(self.kernel).forward(q, k, v, operands, self.signature.scale, out_dtype=out_dtype)
+
+    def backward(self, saved, dout, delta, operands):
+        """float32 dq, dk, dv of this part, from the final out and lse."""
+        return kernels.get(self.kernel).backward(
+            *saved, dout, operands, self.signature.scale, grad_dtype=jnp.float32, delta=delta
+        )
+
+
+def row_sums(out, dout):
+    """delta = rowsum(out * dout), float32 [batch, heads, rows]."""
+    return jnp.einsum("bshd,bshd->bhs", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest")
+
+
+def take_tokens(x, order, fill: int | None = None):
+    """Rows of axis 1 in this order; `order` entries equal to `fill` give zeros; None keeps x."""
+    if order is None:
+        return x
+    if fill is None:
+        return jnp.take(x, order, axis=1, mode="clip")
+    return jnp.take(x, order, axis=1, mode="fill", fill_value=0)
+
+
+def inverse(order, length: int):
+    """Where each of `length` places went in `order`; len(order) for places that are not in it."""
+    out = jnp.full((length,), order.shape[0], jnp.int32)
+    return out.at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))

@@ -1,0 +1,19 @@
+"""LoongTrain: a head exchange, then a double ring of windows; twin in torch_impl.
+
+Gu et al., LoongTrain, 2024. On entering a window, a rank's block leaves for the next window and has all inner steps
+to arrive; the schedule's steps carry that order (`Hop.from_entry`, `Step.carried_hop`), so the walk is the ring's.
+A window of 1 or of the whole ring is the flat ring, bit for bit.
+"""
+
+from jax_impl.context_parallel import ring
+from jax_impl.context_parallel.local import Data, Local
+
+
+def forward(local: Local, q, k, v, data: Data):
+    """out, lse on the exchanged tensors."""
+    return ring.forward(local, q, k, v, data)
+
+
+def backward(local: Local, saved, dout, data: Data):
+    """dq, dk, dv, float32, on the exchanged tensors."""
+    return ring.backward(local, saved, dout, data)

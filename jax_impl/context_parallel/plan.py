@@ -1,0 +1,160 @@
+"""A schedule made ready for a mesh: the static program and, as arrays, its data; twin in torch_impl."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl import kernels
+from jax_impl.context_parallel.local import Data
+from jax_impl.kernels.stack import stack_operands
+from workload.block_masks import BlockMask
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
+from workload.schedule import Schedule, make_schedule
+from workload.sharding import Sharding, shardings
+from workload.signature import Signature
+from workload.topology import Topology, make_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that is static: plans with equal programs (and equal shapes) share one compilation.
+
+    Attributes:
+      signature: steps, hops, heads.
+      kernel: name of the local kernel.
+      mesh: holds the axes "ring" and "ulysses".
+      batch_axes: mesh axes that split the batch, or None.
+    """
+
+    signature: Signature
+    kernel: str
+    mesh: Mesh
+    batch_axes: Any = None
+
+    def spec(self, tokens_at: int = 1) -> PartitionSpec:
+        """How an array with batch first and tokens at this axis is split."""
+        between = [None] * (tokens_at - 1)
+        return PartitionSpec(self.batch_axes, *between, self.token_axes)
+
+    @property
+    def token_axes(self) -> tuple[str, str]:
+        """The mesh axes that split tokens, in rank order."""
+        slow, fast = self.signature.topology.axes
+        return slow[0], fast[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A program and its data: a pytree, so it can be an argument of a jitted training step.
+
+    A plan of other documents with an equal program and equal shapes compiles nothing anew.
+    """
+
+    program: Program = dataclasses.field(metadata={"static": True})
+    data: Data
+
+
+def make_mesh(topology: Topology, devices=None) -> Mesh:
+    """The mesh of a topology over its first `world` devices, in rank order."""
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < topology.world:
+        raise ValueError(f"devices: {len(devices)} for world {topology.world}")
+    names, sizes = zip(*topology.axes, strict=True)
+    return Mesh(np.array(devices[: topology.world]).reshape(sizes), names)
+
+
+def make_plan(
+    problem: AttentionProblem, *, scheme: str, mesh: Mesh, sharding: str | tuple[Sharding, Sharding] = "contiguous",
+    window: int | None = None, ranks_per_node: int = 8, granule: int = 1, kernel: str | None = None, batch_axes=None,
+    skip: bool = True, travel: str = "float32", with_lse: bool = False,
+) -> Plan:
+    """The plan of a scheme on a mesh.
+
+    Args:
+      problem: the global problem; its batch is that of one context-parallel group.
+      scheme: one of `workload.topology.SCHEMES`.
+      mesh: with axes "ring" and "ulysses", whose sizes are the degrees; the one named first is the slower in rank
+        order. Other axes may split the batch.
+      sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
+      window: loongtrain's inner ring.
+      granule: see `make_sharding`.
+      kernel: of `jax_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
+      batch_axes: mesh axes that split the batch.
+      skip, travel, with_lse: see `make_schedule`.
+
+    Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
+    """
+    topology = _topology(scheme, mesh, window, ranks_per_node)
+    if isinstance(sharding, str):
+        sharding = shardings(sharding, problem.mask, topology, granule=granule)
+    schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
+    kernel = kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
+    return plan_of(schedule, mesh, kernel, batch_axes)
+
+
+def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, batch_axes=None) -> Plan:
+    """The plan that executes a schedule with a local kernel."""
+    program = Program(schedule.signature, kernel, mesh, batch_axes)
+    tokens = NamedSharding(mesh, PartitionSpec(program.token_axes))
+    whole = NamedSharding(mesh, PartitionSpec())
+    signature = schedule.signature
+
+    def rows(by_ring):
+        places = [schedule.topology.place(rank)[0] for rank in range(schedule.topology.world)]
+        return put(np.concatenate([by_ring(r) for r in places]).astype(np.int32), tokens)
+
+    data = Data(
+        masks=tuple(jax.tree.map(lambda x: put(x, tokens), m) for m in step_operands(schedule, kernel)),
+        q_positions=put(schedule.q_sharding.table.reshape(-1).astype(np.int32), tokens),
+        kv_positions=put(schedule.kv_sharding.table.reshape(-1).astype(np.int32), tokens),
+        q_order=rows(schedule.q_order) if signature.sorts_q else None,
+        kv_order=rows(schedule.kv_order) if signature.sorts_kv else None,
+        gathered_order=put(schedule.gathered_order().astype(np.int32), whole) if signature.sorts_gathered else None,
+    )
+    return Plan(program, data)
+
+
+def step_operands(schedule: Schedule, kernel: str) -> list[Any]:
+    """Per step, the kernel's operands of all ranks, leaves [world, ...]; equal local masks are prepared once."""
+    chosen, host = kernels.get(kernel), jax.local_devices(backend="cpu")[0]
+    out = []
+    for t in range(len(schedule.signature.steps)):
+        made: dict[tuple[int, ...], Any] = {}
+        for rank in range(schedule.topology.world):
+            key = schedule.local_key(t, rank)
+            if key not in made:
+                problem = schedule.local_problem(t, rank)
+                chosen.require(problem)
+                made[key] = chosen.prepare(problem, host)
+        out.append(stack_operands([made[schedule.local_key(t, rank)] for rank in range(schedule.topology.world)]))
+    return out
+
+
+def default_kernel(mask, platform: str) -> str:
+    """The local kernel of a platform: naive on CPU, flashmask or flashinfer on GPU."""
+    if platform == "cpu":
+        return "naive"
+    return "flashinfer" if isinstance(mask, BlockMask) else "flashmask"
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array, the same on every process, placed; each process hands over the parts of its own devices."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _topology(scheme: str, mesh: Mesh, window: int | None, ranks_per_node: int) -> Topology:
+    for axis in ("ring", "ulysses"):
+        if axis not in mesh.shape:
+            raise ValueError(f"mesh: has axes {', '.join(mesh.shape)}, {axis} is missing")
+    ring, ulysses = mesh.shape["ring"], mesh.shape["ulysses"]
+    head_first = mesh.axis_names.index("ring") < mesh.axis_names.index("ulysses")
+    if scheme == "ulysses" and ring > 1:
+        raise Unsupported(scheme, f"mesh with ring {ring}: the scheme exchanges heads among all ranks")
+    return make_topology(
+        scheme, ring * ulysses, ulysses=ulysses, window=window, ranks_per_node=ranks_per_node, head_first=head_first
+    )

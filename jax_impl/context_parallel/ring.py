@@ -1,0 +1,91 @@
+"""Ring P2P: blocks of keys walk the ring, partial results merge; twin in torch_impl.
+
+Liu et al., Ring Attention, 2023. The schedule's steps say which block is computed against and which hop (a
+permutation that all ranks make) brings it; hops nobody needs are not in it. A hop is issued before the step that
+hides it. The same walk serves usp and, window by window, loongtrain.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.context_parallel.local import Data, Local, row_sums
+from jax_impl.context_parallel.merge import merge
+from workload.topology import Hop
+
+
+def forward(local: Local, q, k, v, data: Data):
+    """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
+    walk, total = _Walk(local, (k, v)), None
+    for t, operands in enumerate(data.masks):
+        block = walk.enter(t)
+        part = local.forward(q, *block, operands)
+        total = walk.leave(part if total is None else merge(total, part))
+    out, lse = total
+    return out.astype(q.dtype), lse
+
+
+def backward(local: Local, saved, dout, data: Data):
+    """dq, dk, dv, float32. Every step uses the final out and lse; sums of dk, dv follow their block and go home."""
+    q, k, v, out, lse = saved
+    steps, delta = local.signature.steps, row_sums(out, dout)
+    walk, dq, own, moving, carried = _Walk(local, (k, v)), None, None, None, None
+    for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
+        k, v = walk.enter(t)
+        if not step.at_home and step.grad_hop is None and moving is not None:
+            last = next(s for s in steps[t:] if s.carried_hop is not None)
+            carried = _send_sums(local, moving, last.carried_hop)  # it has this whole window to arrive
+        arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop)
+        dq_part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
+        dq = dq_part if dq is None else dq + dq_part
+        if step.at_home:
+            own = sums
+        else:
+            sums = sums if arriving is None else _add(sums, arriving)
+            moving = sums if step.carried_hop is None else _add(sums, carried)
+        dq, own, moving = walk.leave((dq, own, moving))
+    if local.signature.home is None:
+        return dq, *own
+    return dq, *_add(own, _send_sums(local, moving, local.signature.home))
+
+
+class _Walk:
+    """The block held at each step, with one hop under way, and a second one from window to window.
+
+    `leave` ties what a step computed to the block that comes next: the hop after it cannot start before, so the
+    number of blocks alive does not grow with the ring.
+    """
+
+    def __init__(self, local: Local, block):
+        self.local, self.steps = local, local.signature.steps
+        self.coming, self.next_entry = block, None
+
+    def enter(self, t: int):
+        block = self.coming
+        if t == 0 or self.steps[t].hop.from_entry:
+            later = (s.hop for s in self.steps[t + 1 :] if s.hop.from_entry)
+            hop = next(later, None)
+            self.next_entry = None if hop is None else _send(self.local, block, hop)
+        following = self.steps[t + 1].hop if t + 1 < len(self.steps) else None
+        if following is None:
+            self.coming = None
+        else:
+            self.coming = self.next_entry if following.from_entry else _send(self.local, block, following)
+        return block
+
+    def leave(self, computed):
+        computed, self.coming = jax.lax.optimization_barrier((computed, self.coming))
+        return computed
+
+
+def _send(local: Local, tensors, hop: Hop):
+    pairs = local.signature.topology.pairs(hop)
+    return tuple(jax.lax.ppermute(x, "ring", pairs) for x in tensors)
+
+
+def _send_sums(local: Local, sums, hop: Hop):
+    moved = _send(local, [x.astype(local.signature.travel) for x in sums], hop)
+    return [x.astype(jnp.float32) for x in moved]
+
+
+def _add(a, b):
+    return [x + y for x, y in zip(a, b, strict=True)]
