@@ -5,6 +5,8 @@ accumulator and TMA reductions that add. Relies on private names of that version
 """
 
 import contextlib
+import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,12 @@ from jax._src.state import discharge
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_impl.kernels import hopper_kernel
+
 _Interpreter = jaxpr_interpret.JaxprInterpreter
 _interpret = _Interpreter.interpret
 _interpret_wgmma = _Interpreter._interpret_wgmma_ref_p
+_copy_smem_to_gmem = callbacks.copy_smem_to_gmem
 
 
 def _allocate(self, token, value, eqn):
@@ -132,18 +137,71 @@ def _interpret_with_rules(self, jaxpr, token, *args):
     return token, [read(v) for v in jaxpr.outvars]
 
 
+class _AddTask(callbacks.AsyncCopySmemToGmemTask):
+    """A TMA store that adds to what the target holds, atomically; several may meet in one place without a race."""
+
+    lock = threading.Lock()
+
+    def __call__(self, tma_thread_id):
+        memory = callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, memory)
+
+        def content(key, access):
+            return memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[0]
+
+        with self.lock:
+            total = content(self.dst_allocation_key, self.dst_access) + content(
+                self.src_allocation_key, self.src_access
+            )
+            memory.store_buffer_content(
+                self.dst_allocation_key, self.dst_access, total, self.thread, logging_info=self.logging_info
+            )
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+        self.post_write(tma_thread_id, memory)
+
+
+@callbacks.fail_on_exception
+def _store(*, reduction_op, src_transforms, dst_transforms, **options):
+    """`copy_smem_to_gmem` with the reduction that adds."""
+    if reduction_op is None:
+        return _copy_smem_to_gmem(
+            reduction_op=None, src_transforms=src_transforms, dst_transforms=dst_transforms, **options
+        )
+    if reduction_op != "add" or options["predicate"] is not None:
+        raise NotImplementedError(f"reduction_op {reduction_op} with predicate {options['predicate']}")
+    memory = callbacks._get_shared_memory()
+
+    def side(key, transforms):
+        key = callbacks.HostAllocationKey.from_array(key)
+        return key, memory.access(key, jax.tree.map(int, callbacks._remove_noop_transforms(transforms)))
+
+    source = side(options["src_allocation_key_as_array"], src_transforms)
+    target = side(options["dst_allocation_key_as_array"], dst_transforms)
+    clock = memory.incr_clock(options["thread"]) if memory.detect_races else None
+    where = options["mesh_location"], options["thread"]
+    memory.execute_async_task(_AddTask(*where, *source, *target, options["source_info"], clock))
+    return options["token"]
+
+
 def install() -> None:
     """Extends the interpreter of this process."""
+    callbacks.copy_smem_to_gmem = _store
     _Interpreter.interpret = _interpret_with_rules
     _Interpreter._interpret_wgmma_ref_p = _wgmma
 
 
 @contextlib.contextmanager
 def interpreted(detect_races: bool = False):
-    """Traces under it run Mosaic GPU kernels in the extended interpreter, with its race detector if asked for."""
+    """Traces under it run Mosaic GPU kernels in the extended interpreter, with its race detector if asked for.
+
+    The Hopper kernels are then available without a GPU.
+    """
     install()
+    hardware = mock.patch.object(hopper_kernel, "missing_hardware", lambda: None)
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        with hardware, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
             yield
     finally:
         callbacks.reset_gpu_interpret_mode_state()

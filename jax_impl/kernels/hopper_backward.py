@@ -1,0 +1,329 @@
+"""The key-major backward pass on Hopper: dk and dv in registers, and dq by adding to device memory, five products a tile.
+
+A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each, transposed logits and their
+gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared memory once,
+for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA (FlashAttention-3's backward, Shah et
+al., 2024, appendix B.1). Without dq the same kernel is the deterministic one: nothing is added in an order of chance, and
+hopper_dq.py computes dq on its own.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up, shared_tile
+from jax_impl.kernels.hopper_masks import COLUMN, Head, Place, Policy
+
+CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
+ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """Tile sizes of the key-major kernel.
+
+    Attributes:
+      columns: queries of a tile, 64 or 128; 128 is for head_dim 64, where dq is halved by rows instead of columns.
+      stages: depth of the query and dout rings.
+      registers: of a consumer and of the producer thread.
+      l2_bytes: queries and douts of the kv heads that run side by side should fit in this much cache.
+    """
+
+    columns: int = 64
+    stages: int = 2
+    registers: tuple[int, int] = (240, 24)
+    l2_bytes: int = 24 << 20
+
+    @property
+    def row_tokens(self) -> int:
+        """Keys of a thread block."""
+        return CONSUMERS * ROWS
+
+
+def key_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool):
+    """dk, dv and, if asked for, dq in float32.
+
+    Args:
+      q, dout: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim]; one 16-bit dtype.
+      lse, delta: float32 [batch, q_heads, q_len padded to whole tiles]; lse in base 2, +inf where empty or padded.
+      policy: rows are keys in tiles of `tiles.row_tokens`, columns are queries in tiles of `tiles.columns`.
+      scale: > 0.
+      grad_dtype: of dk and dv.
+
+    Returns: (dq float32 as q, or None), dk, dv.
+    """
+    batch, q_len, q_heads, dim = q.shape
+    kv_len, kv_heads = k.shape[1:3]
+    padded, columns = round_up(kv_len, tiles.row_tokens), tiles.columns
+    side = heads_side_by_side(kv_heads, kv_heads, 4 * q_len * dim * (q_heads // kv_heads), tiles.l2_bytes)
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, dim, side, q.dtype, jnp.dtype(grad_dtype), with_dq)
+    grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
+    stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
+    scratch = dict(
+        k_s=shared_tile((tiles.row_tokens, dim), dtype),
+        v_s=shared_tile((tiles.row_tokens, dim), dtype),
+        q_s=shared_tile((stages, columns, dim), dtype),
+        do_s=shared_tile((stages, columns, dim), dtype),
+        lse_s=plgpu.SMEM((stages, columns), jnp.float32),
+        delta_s=plgpu.SMEM((stages, columns), jnp.float32),
+        kv_ready=bar(num_arrivals=2),
+        q_ready=bar(num_arrivals=2, num_barriers=stages),
+        do_ready=bar(num_arrivals=2, num_barriers=stages),
+        q_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
+        do_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
+    )
+    buffers = ()
+    if with_dq:
+        scratch |= dict(
+            ds_s=shared_tile((2, tiles.row_tokens, columns), dtype),
+            dq_s=shared_tile((CONSUMERS, *kernel.dq_part), jnp.float32),
+            ds_ready=bar(num_arrivals=CONSUMERS),
+        )
+        buffers = (jax.new_ref(jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)),)
+    dk, dv = plgpu.kernel(
+        kernel.body,
+        out_type=[grad, grad],
+        scratch_types=scratch,
+        grid=(batch, kv_heads // side, padded // tiles.row_tokens, side),
+        grid_names=("batch", "section", "place", "side"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="hopper_key_major",
+    )(q, k, v, dout, lse, delta, *buffers, *policy.operands())
+    dq = buffers[0][...][:, :q_len] if with_dq else None
+    return dq, dk[:, :kv_len], dv[:, :kv_len]
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyMajor:
+    """The kernel's body and what it closes over."""
+
+    policy: Policy
+    tiles: BackwardTiles
+    scale: float
+    group: int
+    dim: int
+    side: int
+    dtype: jnp.dtype
+    grad_dtype: jnp.dtype
+    with_dq: bool
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """What a warpgroup computes of a tile's dq: half of its columns, or half of its rows where there are 128."""
+        halves = self.tiles.columns // ROWS
+        return (ROWS, self.dim if halves == 2 else self.dim // 2)
+
+    def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, *refs, **scratch):
+        """One thread block: a tile of keys of one kv head, over all query heads of its group."""
+        *mask_refs, dk_g, dv_g = refs
+        dq_g = mask_refs.pop(0) if self.with_dq else None
+        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch)
+        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        first = Head(lax.axis_index("batch"), kv_head * self.group, kv_head)
+        tile = self.policy.row_tile(mask_refs, first, lax.axis_index("place"))
+        walk = _Walk(self, mask_refs, first, tile)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walk))
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+            _Consumer(self, s, walk, warpgroup).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The (query head, query tile) pairs that a tile of keys visits, head by head."""
+
+    kernel: _KeyMajor
+    refs: list
+    first: Head
+    tile: jax.Array
+
+    def head(self, g):
+        """The g-th query head of the group."""
+        return Head(self.first.batch, self.first.q + g, self.first.kv)
+
+    def each(self, visit_partial, visit_full):
+        """Calls visit(step, n, head) for every pair, step counting over all heads; returns the number of steps."""
+
+        def one_head(g, base):
+            head = self.head(g)
+            partial, total = self.kernel.policy.steps(self.refs, head, self.tile)
+            lax.fori_loop(0, partial, lambda n, _: visit_partial(base + n, n, head), None)
+            lax.fori_loop(partial, total, lambda n, _: visit_full(base + n, n, head), None)
+            return base + total
+
+        return lax.fori_loop(0, self.kernel.group, one_head, jnp.int32(0))
+
+    def query0(self, head, n):
+        """First query of the n-th tile."""
+        return self.kernel.policy.column(self.refs, head, self.tile, n) * self.kernel.tiles.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
+
+    q_g: jax.Ref
+    k_g: jax.Ref
+    v_g: jax.Ref
+    do_g: jax.Ref
+    lse_g: jax.Ref
+    delta_g: jax.Ref
+    dq_g: jax.Ref | None
+    dk_g: jax.Ref
+    dv_g: jax.Ref
+    k_s: jax.Ref
+    v_s: jax.Ref
+    q_s: jax.Ref
+    do_s: jax.Ref
+    lse_s: jax.Ref
+    delta_s: jax.Ref
+    kv_ready: jax.Ref
+    q_ready: jax.Ref
+    do_ready: jax.Ref
+    q_free: jax.Ref
+    do_free: jax.Ref
+    ds_s: jax.Ref | None = None
+    dq_s: jax.Ref | None = None
+    ds_ready: jax.Ref | None = None
+
+
+def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
+    """Loads the keys and values once, then keeps the rings of queries and douts full."""
+    plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
+    stages, batch = jnp.int32(kernel.tiles.stages), walk.first.batch
+    keys = pl.ds(walk.tile * kernel.tiles.row_tokens, kernel.tiles.row_tokens)
+    plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
+    plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, walk.first.kv], s.v_s, s.kv_ready)
+
+    def load(step, n, head):
+        slot, queries = lax.rem(step, stages), pl.ds(walk.query0(head, n), kernel.tiles.columns)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
+        plgpu.copy_gmem_to_smem(s.q_g.at[batch, queries, head.q], s.q_s.at[slot], s.q_ready.at[slot])
+        plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
+        plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
+        plgpu.copy_gmem_to_smem(s.delta_g.at[batch, head.q, queries], s.delta_s.at[slot], s.do_ready.at[slot])
+
+    total = walk.each(load, load)
+
+    def drain(step, _):  # nothing may be pending when the block ends
+        plgpu.barrier_wait(s.q_free.at[lax.rem(step, stages)])
+        plgpu.barrier_wait(s.do_free.at[lax.rem(step, stages)])
+
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: dk and dv of 64 keys, and its half of every dq tile."""
+
+    kernel: _KeyMajor
+    s: _Scratch
+    walk: _Walk
+    warpgroup: jax.Array
+
+    def run(self):
+        """Runs all steps and writes dk and dv."""
+        s, kernel, dim = self.s, self.kernel, self.kernel.dim
+        plgpu.barrier_wait(s.kv_ready)
+        accumulator = plgpu.ACC((ROWS, dim), jnp.float32)
+        dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
+        keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
+        if kernel.with_dq:  # the other warpgroup's last dq reads these keys too
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(s.ds_ready)
+            plgpu.barrier_wait(s.ds_ready)
+        grads = ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g))
+        for grad, staging, gmem in grads:
+            target = gmem.at[self.walk.first.batch, keys, self.walk.first.kv]
+            if kernel.grad_dtype.itemsize == 2:
+                staging[self._rows] = grad.astype(kernel.grad_dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging.at[self._rows], target)
+            else:
+                target[...] = grad
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @property
+    def _rows(self):
+        return pl.ds(self.warpgroup * ROWS, ROWS)
+
+    def _all_steps(self, dk_ref, dv_ref):
+        step = functools.partial(self._step, dk_ref, dv_ref)
+        self.walk.each(functools.partial(step, True), functools.partial(step, False))
+        return dk_ref[...], dv_ref[...]
+
+    def _step(self, dk_ref, dv_ref, masked: bool, step, n, head):
+        s, kernel = self.s, self.kernel
+        slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
+        tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
+        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, n, head), tile, tile)
+        p, ds = p.astype(kernel.dtype), ds.astype(kernel.dtype)
+        plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+        if kernel.with_dq:
+            half = lax.rem(step, jnp.int32(2))  # double buffered, so that one rendezvous a step suffices
+            s.ds_s[half, self._rows] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s.ds_ready)
+            plgpu.barrier_wait(s.ds_ready)
+            pl.run_scoped(
+                functools.partial(self._query_gradient, dk_ref, ds, slot, half, n, head),
+                plgpu.ACC(kernel.dq_part, jnp.float32),
+            )
+        else:
+            plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(s.do_free.at[slot])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(s.q_free.at[slot])
+
+    def _gradient(self, masked: bool, slot, n, head, s_ref, dp_ref):
+        """Probabilities and gradients of the logits, float32 [keys, queries]."""
+        s, kernel, policy = self.s, self.kernel, self.kernel.policy
+        plgpu.barrier_wait(s.q_ready.at[slot])
+        plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
+        plgpu.barrier_wait(s.do_ready.at[slot])
+        plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
+        key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
+        place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
+        if masked or policy.changes_scores:
+            place = dataclasses.replace(place, column0=self.walk.query0(head, n))
+        rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
+        lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
+        logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+        p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_column(lse))
+        if masked:
+            p = jnp.where(policy.seen(rows, head, place), p, 0.0)
+        delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
+        return p, p * (dp_ref[...] - place.by_column(delta))
+
+    def _query_gradient(self, dk_ref, ds, slot, half, n, head, dq_ref):
+        """This warpgroup's half of the tile's dq, added to device memory while dk is computed."""
+        s, kernel = self.s, self.kernel
+        rows, columns = kernel.dq_part
+        ds_s = s.ds_s.at[half]
+        if columns == kernel.dim:
+            queries, features = self.walk.query0(head, n) + self.warpgroup * ROWS, pl.ds(0, columns)
+            plgpu.wgmma(dq_ref, ds_s.at[:, pl.ds(self.warpgroup * ROWS, ROWS)].transpose((1, 0)), s.k_s)
+        else:
+            queries, features = self.walk.query0(head, n), pl.ds(self.warpgroup * columns, columns)
+            plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), s.k_s.at[:, features])
+        plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
+        dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+        plgpu.barrier_arrive(s.do_free.at[slot])
+        staging = s.dq_s.at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the add of the step before has read its tile
+        staging[...] = dq
+        plgpu.commit_smem()
+        target = s.dq_g.at[head.batch, pl.ds(queries, rows), head.q, features]
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")

@@ -1,0 +1,131 @@
+"""What the Hopper kernels share on the host's side: operands, the two passes of the contract, and what hardware they need."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.kernels import hopper_masks
+from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
+from jax_impl.kernels.hopper_dq import QueryTiles, query_major
+from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, forward as forward_pass, round_up
+from jax_impl.kernels.hopper_masks import Policy
+from workload.capability import HALF, Capability
+from workload.masks import IntervalMask
+from workload.problem import AttentionProblem
+
+HEAD_DIMS = (64, 128)
+
+
+def capability(masks: tuple[str, ...], source: str) -> Capability:
+    """What every Hopper kernel takes, under these masks."""
+    return Capability(masks, dtypes=HALF, head_dims=HEAD_DIMS, devices=("gpu",), source=source)
+
+
+def missing_hardware() -> str | None:
+    """None where the default device is a Hopper GPU, else why the kernels cannot run."""
+    if jax.default_backend() != "gpu":
+        return f"needs a Hopper GPU, JAX runs on {jax.default_backend()}"
+    found = getattr(jax.devices()[0], "compute_capability", "unknown")
+    return None if found == "9.0" else f"needs compute capability 9.0, the GPU has {found}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The schedules of the three passes; hashable, a static part of the operands."""
+
+    forward: ForwardTiles = ForwardTiles()
+    key_major: BackwardTiles = BackwardTiles()
+    query_major: QueryTiles = QueryTiles()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HopperOperands:
+    """A mask as the three passes read it.
+
+    Attributes:
+      forward: rows are queries.
+      key_major: rows are keys.
+      query_major: rows are queries; None unless the backward pass is deterministic.
+      tiles: the schedules.
+    """
+
+    forward: Policy
+    key_major: Policy
+    query_major: Policy | None
+    tiles: Tiles = dataclasses.field(metadata={"static": True})
+
+
+def default_tiles(head_dim: int) -> Tiles:
+    """The schedules that measured best for a head_dim (bench/results/NOTES.md)."""
+    return Tiles(key_major=BackwardTiles(columns=128)) if head_dim == 64 else Tiles()
+
+
+def build(query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool) -> HopperOperands:
+    """Operands from two functions (row_tokens, column_tokens) -> Policy, rows being queries and keys."""
+
+    def policy(make, of):
+        return make(of.row_tokens, of.columns)
+
+    query_major = policy(query_rows, tiles.query_major) if deterministic else None
+    return HopperOperands(policy(query_rows, tiles.forward), policy(key_rows, tiles.key_major), query_major, tiles)
+
+
+def prepare_intervals(
+    problem: AttentionProblem, device=None, *, deterministic: bool = False, tiles: Tiles | None = None
+) -> HopperOperands:
+    """Operands of any row-interval mask: O(q_len + kv_len) metadata.
+
+    Args:
+      deterministic: whether the backward pass is the same bit for bit every time (seven products instead of five).
+      tiles: the schedules, or None for the measured ones.
+    """
+    mask = problem.mask
+    by_key = mask.transpose()
+
+    def maker(m: IntervalMask):
+        return lambda rows, columns: hopper_masks.intervals(m, rows, columns, device)
+
+    return build(maker(mask), maker(by_key), tiles or default_tiles(problem.head_dim), deterministic)
+
+
+def _positive_scale(q, scale: float):
+    """(q, scale > 0, sign) with the same logits: the online softmax takes the maximum before it scales."""
+    if scale > 0:
+        return q, scale, 1.0
+    sign = -1.0 if scale < 0 else 0.0
+    return q * jnp.asarray(sign, q.dtype), (-scale if scale else 1.0), sign
+
+
+def forward(q, k, v, operands: HopperOperands, scale: float, *, out_dtype=None):
+    """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
+    if not q.size or not k.size:
+        lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
+        return jnp.zeros(q.shape, out_dtype or q.dtype), lse
+    q, scale, _ = _positive_scale(q, scale)
+    return forward_pass(q, k, v, operands.forward, scale, operands.tiles.forward, out_dtype=out_dtype)
+
+
+def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *, grad_dtype=None, delta=None):
+    """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract."""
+    grad_dtype = jnp.dtype(grad_dtype or q.dtype)
+    if not q.size or not k.size:
+        return tuple(jnp.zeros(x.shape, grad_dtype) for x in (q, k, v))
+    if delta is None:
+        delta = jnp.einsum("bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32)
+    tiles, deterministic = operands.tiles, operands.query_major is not None
+    pad = round_up(q.shape[1], 128) - q.shape[1]
+    padding = ((0, 0), (0, 0), (0, pad))
+    base2 = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), padding, constant_values=jnp.inf)
+    delta = jnp.pad(delta.astype(jnp.float32), padding)
+    q, scale, sign = _positive_scale(q, scale)
+    shared = (q, k, v, dout.astype(q.dtype), base2, delta)
+    dq, dk, dv = key_major(
+        *shared, operands.key_major, scale, tiles.key_major, grad_dtype=grad_dtype, with_dq=not deterministic
+    )
+    if deterministic:
+        dq = query_major(*shared, operands.query_major, scale, tiles.query_major, grad_dtype=grad_dtype)
+        return (dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)), dk, dv
+    return (dq * (scale * sign)).astype(grad_dtype), dk, dv
