@@ -1,0 +1,158 @@
+"""Context-parallel cases, what a rank does with one, and how its results are judged; for threads and processes alike."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from tests.conformance import BUDGET, FLOOR, inputs, relative_error
+from torch_impl import context_parallel, kernels
+from torch_impl.context_parallel.threads import ThreadRanks
+from workload import suite
+from workload.errors import Unsupported
+from workload.oracle import attention_oracle
+from workload.problem import PASSES, AttentionProblem
+from workload.sharding import KINDS
+from workload.topology import make_topology
+
+WORLDS = (1, 2, 3, 4, 8)
+GRIDS = (  # scheme, and what make_topology is told besides
+    ("ulysses", {}), ("ring", {}), ("all_gather", {}), ("usp", {"ulysses": 2}), ("loongtrain", {"ulysses": 1}),
+    ("loongtrain", {"ulysses": 2, "window": 1}), ("all_gather", {"ulysses": 2, "head_first": False}),
+)
+LENGTHS = ((61, 61), (37, 50))  # q_len, kv_len: neither divides a world; square, and not
+HEADS = ((4, 2), (6, 3), (3, 1))  # more ranks than kv heads, and heads that do not divide
+SETTINGS = {"window": 9, "block": 5, "sparse_block": 6, "density": 0.4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem under one scheme; `grid` and `plan` are arguments of make_topology and make_plan as items."""
+
+    scheme: str
+    mask: str
+    world: int
+    q_len: int = 61
+    kv_len: int = 61
+    heads: tuple[int, int] = (4, 2)
+    grid: tuple = ()
+    sharding: str = "zigzag"
+    plan: tuple = ()
+    dtype: str = "float32"
+    head_dim: int = 8
+    batch: int = 2
+
+    @property
+    def topology(self):
+        """The grid; `Unsupported` where the world has none."""
+        return make_topology(self.scheme, self.world, **dict(self.grid))
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The global problem."""
+        return _problem(self.mask, self.q_len, self.kv_len, self.heads, self.dtype, self.head_dim, self.batch)
+
+    @property
+    def label(self) -> str:
+        """A short name."""
+        grid = "-".join(f"{k}{v}" for k, v in self.grid)
+        return f"{self.scheme}{'-' + grid if grid else ''}-{self.mask}-w{self.world}-{self.sharding}-{self.q_len}"
+
+
+@functools.lru_cache(maxsize=256)
+def _problem(name, q_len, kv_len, heads, dtype, head_dim, batch):
+    dynamic = name in suite.DYNAMIC_BUILDERS
+    mask = suite.mask_suite(name, kv_len, q_len=q_len, heads=heads[1] if dynamic else 1,
+                            documents=(3, 1, kv_len - 20, 0, 16), **SETTINGS)
+    return AttentionProblem(mask, batch, *heads, head_dim, dtype)
+
+
+def matrix(stride: int = 1, worlds=WORLDS) -> list[Case]:
+    """Every grid x mask x world, shardings, lengths and heads taken in turn; every `stride`-th of them."""
+    out = []
+    for n, (name, world, (scheme, grid)) in enumerate(itertools.product(suite.ALL_BUILDERS, worlds, GRIDS)):
+        if world % grid.get("ulysses", 1):
+            continue
+        out.append(Case(scheme, name, world, *LENGTHS[n % 2], HEADS[n % 3], tuple(grid.items()), KINDS[n // 7 % 4]))
+    return out[::stride]
+
+
+def arrays(case: Case) -> list[torch.Tensor]:
+    """q, k, v, dout of the whole problem."""
+    return [torch.tensor(x, dtype=getattr(torch, case.dtype)) for x in inputs(case.problem)]
+
+
+def run_rank(case: Case, ranks, rank: int, values=None) -> dict[str, np.ndarray]:
+    """This rank's part of a case; the whole out, lse, dq, dk, dv in token order, equal on every rank.
+
+    Bytes handed to the collectives must equal the schedule's, kind by kind, in each pass.
+    """
+    mesh = context_parallel.make_mesh(case.topology, ranks, rank)
+    plan = context_parallel.make_plan(case.problem, scheme=case.scheme, mesh=mesh, sharding=case.sharding,
+                                      with_lse=True, **dict(case.plan))
+    mesh, (*operands, dout) = plan.local.mesh, values or arrays(case)
+    sides = ("q", "kv", "kv")
+    q, k, v = (context_parallel.shard(x, plan, s).requires_grad_() for x, s in zip(operands, sides))
+    mesh.forget()
+    out, lse = context_parallel.attend(q, k, v, plan)
+    moved = [mesh.bytes]
+    mesh.forget()
+    out.backward(context_parallel.shard(dout, plan))
+    moved.append(mesh.bytes)
+    for which, got in zip(PASSES, moved):
+        want: dict[str, int] = {}
+        for c in plan.local.signature.collectives(which):
+            want[c.kind] = want.get(c.kind, 0) + c.operand_bytes
+        assert got == want, f"{which}: handed over {got}, the schedule says {want}"
+    whole = {"out": context_parallel.unshard(out.detach(), plan),
+             "lse": context_parallel.unshard(lse.transpose(1, 2), plan).transpose(1, 2)}
+    whole |= {f"d{n}": context_parallel.unshard(x.grad, plan, s) for n, x, s in zip("qkv", (q, k, v), sides)}
+    return {name: x.double().numpy() for name, x in whole.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _reference(problem: AttentionProblem, kernel: str):
+    q, k, v, dout = (torch.tensor(x, dtype=getattr(torch, problem.dtype)) for x in inputs(problem))
+    chosen = kernels.get(kernel)
+    operands = chosen.prepare(problem, "cpu")
+    out, lse = chosen.forward(q, k, v, operands, problem.scale)
+    grads = chosen.backward(q, k, v, out, lse, dout, operands, problem.scale)
+    want = attention_oracle(*(x.double().numpy() for x in (q, k, v)), problem.mask, problem.scale,
+                            dout.double().numpy())
+    single = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    errors = {name: relative_error(x.double().numpy(), getattr(want, name)) for name, x in single.items()}
+    return want, errors
+
+
+def oracle(case: Case):
+    """The float64 results of a case, and what a naive single-device run in its dtype loses on each."""
+    return _reference(case.problem, "naive")
+
+
+def errors(case: Case, got) -> dict[str, float]:
+    """Relative error of each result."""
+    want, _ = oracle(case)
+    return {name: relative_error(x, getattr(want, name)) for name, x in got.items()}
+
+
+def judge(case: Case, got) -> list[str]:
+    """What is out of budget, in words."""
+    _, naive = oracle(case)
+    return [f"{case.label} {name}: error {e:.3g} > {BUDGET * naive[name] + FLOOR:.3g}"
+            for name, e in errors(case, got).items() if not e <= BUDGET * naive[name] + FLOOR]
+
+
+def run_threads(case: Case, values=None) -> list[dict[str, np.ndarray]]:
+    """A case on threads: the results by rank."""
+    ranks = ThreadRanks(case.world, timeout_s=30)
+    return ranks.run(lambda rank: run_rank(case, ranks, rank, values))
+
+
+def legal(case: Case) -> bool:
+    """Whether the world has such a grid."""
+    try:
+        return bool(case.topology)
+    except Unsupported:
+        return False

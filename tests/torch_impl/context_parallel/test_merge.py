@@ -1,0 +1,69 @@
+"""The merge of partial results: identity, overflow, order. A2, A7, A9."""
+
+import doctest
+
+import pytest
+import torch
+
+from torch_impl.context_parallel import merge as module
+from torch_impl.context_parallel.merge import empty, merge
+
+INF = torch.inf
+
+
+def part(value, lse):
+    return torch.full((1, 1, 1, 1), float(value)), torch.full((1, 1, 1), float(lse))
+
+
+def drawn(seed, b=2, s=5, h=3, d=4):
+    g = torch.Generator().manual_seed(seed)
+    lse = 30 * torch.randn(b, h, s, generator=g)
+    hidden = torch.rand(b, h, s, generator=g) < 0.4
+    out = torch.randn(b, s, h, d, generator=g).masked_fill(hidden.transpose(1, 2)[..., None], 0)
+    return out, lse.masked_fill(hidden, -INF)
+
+
+def test_doctests():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("a,b,out,lse", [
+    pytest.param((0, -INF), (7, 0), 7, 0, id="A2 empty first"),
+    pytest.param((7, 0), (0, -INF), 7, 0, id="A2 empty second"),
+    pytest.param((3, 0), (5, 100), 5, 100, id="A7 no overflow"),
+    pytest.param((3, -100), (5, 0), 5, 0, id="A7 other way"),
+    pytest.param((0, -INF), (0, -INF), 0, -INF, id="A9 both empty"),
+    pytest.param((3, 0), (5, 0), 4, 0.6931471805599453, id="equal"),
+    pytest.param((3, 1e30), (5, 1e30), 4, 1e30, id="huge"),
+])
+def test_values(a, b, out, lse, in_place):
+    got = merge(part(*a), part(*b), in_place=in_place)
+    assert got[0].item() == pytest.approx(out) and got[1].item() == pytest.approx(lse)
+
+
+def test_identity_is_exact_from_either_side():
+    x = drawn(0)
+    nothing = empty(x[0])
+    for got in (merge(x, nothing), merge(nothing, x)):
+        assert all(torch.equal(a, b) for a, b in zip(got, x))
+
+
+def test_commutes_and_associates():
+    a, b, c = (drawn(seed) for seed in (1, 2, 3))
+    torch.testing.assert_close(merge(a, b), merge(b, a), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(merge(merge(a, b), c), merge(a, merge(b, c)), rtol=2e-6, atol=2e-6)
+
+
+def test_in_place_is_the_same_and_takes_the_place_of_the_first():
+    a, b = drawn(4), drawn(5)
+    want = merge(a, b)
+    got = merge(a, b, in_place=True)
+    assert got[0].data_ptr() == a[0].data_ptr()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+
+
+def test_half_precision_parts_merge_in_float32():
+    a, b = drawn(6), drawn(7)
+    out, lse = merge((a[0].bfloat16(), a[1]), (b[0].bfloat16(), b[1]))
+    assert out.dtype == lse.dtype == torch.float32
