@@ -4,7 +4,7 @@ import importlib
 
 from torch_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "fa1", "fa2", "flex", "flashmask")
+NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "flex", "flashmask", "triton_vsa", "fa2_sparse")
 
 
 def get(name: str) -> Kernel:

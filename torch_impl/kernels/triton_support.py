@@ -50,8 +50,8 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def descriptor(x: torch.Tensor, rows: int, dim: int):
-    """Tensor descriptor of x [B, S, H, D] read as [B, H, S, D] in tiles [1, 1, rows, dim].
+def descriptor(x: torch.Tensor, rows: int, dim: int, heads: int = 1):
+    """Tensor descriptor of x [B, S, H, D] read as [B, H, S, D] in tiles [1, heads, rows, dim].
 
     Coordinates are 32 bit per axis and the address is formed in 64 bits, so no offset overflows. Reads
     past an edge give 0, writes past it are dropped.
@@ -60,7 +60,7 @@ def descriptor(x: torch.Tensor, rows: int, dim: int):
 
     b, s, h, d = x.shape
     sb, ss, sh, _ = x.stride()
-    return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], [1, 1, rows, dim])
+    return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], [1, heads, rows, dim])
 
 
 def describable(x: torch.Tensor) -> torch.Tensor:
