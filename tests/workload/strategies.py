@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from workload import masks
+from workload import block_masks, masks
 
 
 @st.composite
@@ -70,3 +70,20 @@ def subset(draw, total):
     """Ascending positions of a shard: any of total, none among them."""
     picked = draw(st.lists(st.booleans(), min_size=total, max_size=total))
     return np.flatnonzero(picked)
+
+
+@st.composite
+def block_mask(draw, longest=34):
+    """A dynamic mask of up to three heads: uniform or variable, random or importance, top-k or top-p, causal or not."""
+    q_len, kv_len = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    keep = draw(st.sampled_from([{"density": 0.3}, {"density": 1.0}, {"top_p": 0.6}]))
+    shared = {
+        "heads": draw(st.integers(1, 3)),
+        "causal": draw(st.booleans()),
+        "selection": draw(st.sampled_from(["random", "importance"])),
+        "seed": draw(st.integers(0, 2**32)),
+    } | keep
+    if draw(st.booleans()):
+        return block_masks.uniform_block(q_len, kv_len, block=draw(st.integers(1, 12)), **shared)
+    minimum = draw(st.integers(1, min(q_len, kv_len, 6)))
+    return block_masks.variable_block(q_len, kv_len, mean=minimum + draw(st.integers(0, 6)), minimum=minimum, **shared)

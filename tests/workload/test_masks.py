@@ -77,7 +77,11 @@ def test_transpose(mask):
 def test_column_bounds_of_every_pattern(case):
     name, q_len, kv_len, parameters = case
     mask = masks.STATIC_MASKS[name](q_len, kv_len, **parameters)
-    bounds = mask.column_bounds()
+    try:
+        bounds = mask.column_bounds()
+    except Unsupported:
+        assert name == "global_sliding_window" and q_len > kv_len, "rows before the first key, a third hidden interval"
+        return
     hidden = bounds.hidden(np.arange(q_len)[:, None], np.arange(kv_len)[None, :])
     np.testing.assert_array_equal(~hidden, mask.dense())
 
