@@ -42,7 +42,8 @@ def prepare(
     def key_rows(rows, columns):
         return Band(None if high is None else 1 - high, None if low is None else 1 - low, kv_len, q_len, rows, columns)
 
-    return hopper_kernel.build(query_rows, key_rows, tiles or hopper_kernel.default_tiles(problem.head_dim), deterministic)
+    tiles = tiles or hopper_kernel.default_tiles(problem.head_dim)
+    return hopper_kernel.build(query_rows, key_rows, tiles, deterministic)
 
 
 KERNEL = Kernel(

@@ -1,8 +1,9 @@
 """flashmask: the Hopper kernels under any row-interval mask (Wang et al., FlashMask, 2024), all twelve patterns.
 
-FlashMask keeps, per key, the bounds of the query rows that it is hidden from; ours keeps, per row, the intervals of keys
-that it sees, and their transpose for the key-major pass, so one element test of two comparisons an interval serves both.
-Only tiles with a visible cell are visited, only partial ones tested, and metadata is O(q_len + kv_len).
+FlashMask keeps, per key, the bounds of the query rows that it is hidden from; ours keeps, per row, the intervals
+of keys that it sees, and their transpose for the key-major pass, so that one element test of two comparisons an
+interval serves both. Only tiles with a visible cell are visited, only partial ones tested, and metadata is
+O(q_len + kv_len).
 """
 
 from jax_impl.kernels import hopper_kernel

@@ -1,10 +1,10 @@
-"""The key-major backward pass on Hopper: dk and dv in registers, and dq by adding to device memory, five products a tile.
+"""The key-major backward pass on Hopper: dk and dv in registers, dq added to device memory, five products a tile.
 
-A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each, transposed logits and their
-gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared memory once,
-for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA (FlashAttention-3's backward, Shah et
-al., 2024, appendix B.1). Without dq the same kernel is the deterministic one: nothing is added in an order of chance, and
-hopper_dq.py computes dq on its own.
+A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
+their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
+memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
+(FlashAttention-3's backward, Shah et al., 2024, appendix B.1). Without dq the same kernel is the deterministic one:
+nothing is added in an order of chance, and hopper_dq.py computes dq on its own.
 """
 
 import dataclasses
@@ -45,7 +45,9 @@ class BackwardTiles:
         return CONSUMERS * ROWS
 
 
-def key_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool):
+def key_major(
+    q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool
+):
     """dk, dv and, if asked for, dq in float32.
 
     Args:
@@ -64,26 +66,26 @@ def key_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: Ba
     kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, dim, side, q.dtype, jnp.dtype(grad_dtype), with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
-    scratch = dict(
-        k_s=shared_tile((tiles.row_tokens, dim), dtype),
-        v_s=shared_tile((tiles.row_tokens, dim), dtype),
-        q_s=shared_tile((stages, columns, dim), dtype),
-        do_s=shared_tile((stages, columns, dim), dtype),
-        lse_s=plgpu.SMEM((stages, columns), jnp.float32),
-        delta_s=plgpu.SMEM((stages, columns), jnp.float32),
-        kv_ready=bar(num_arrivals=2),
-        q_ready=bar(num_arrivals=2, num_barriers=stages),
-        do_ready=bar(num_arrivals=2, num_barriers=stages),
-        q_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
-        do_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
-    )
+    scratch = {
+        "k_s": shared_tile((tiles.row_tokens, dim), dtype),
+        "v_s": shared_tile((tiles.row_tokens, dim), dtype),
+        "q_s": shared_tile((stages, columns, dim), dtype),
+        "do_s": shared_tile((stages, columns, dim), dtype),
+        "lse_s": plgpu.SMEM((stages, columns), jnp.float32),
+        "delta_s": plgpu.SMEM((stages, columns), jnp.float32),
+        "kv_ready": bar(num_arrivals=2),
+        "q_ready": bar(num_arrivals=2, num_barriers=stages),
+        "do_ready": bar(num_arrivals=2, num_barriers=stages),
+        "q_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
+        "do_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
+    }
     buffers = ()
     if with_dq:
-        scratch |= dict(
-            ds_s=shared_tile((2, tiles.row_tokens, columns), dtype),
-            dq_s=shared_tile((CONSUMERS, *kernel.dq_part), jnp.float32),
-            ds_ready=bar(num_arrivals=CONSUMERS),
-        )
+        scratch |= {
+            "ds_s": shared_tile((2, tiles.row_tokens, columns), dtype),
+            "dq_s": shared_tile((CONSUMERS, *kernel.dq_part), jnp.float32),
+            "ds_ready": bar(num_arrivals=CONSUMERS),
+        }
         buffers = (jax.new_ref(jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)),)
     dk, dv = plgpu.kernel(
         kernel.body,

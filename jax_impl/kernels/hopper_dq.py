@@ -1,4 +1,4 @@
-"""dq on its own, query-major: the deterministic companion of hopper_backward.py, two products of the seven done again."""
+"""dq on its own, query-major: the deterministic companion of hopper_backward.py; two of its products are done again."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class QueryTiles:
 
 
 def query_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: QueryTiles, *, grad_dtype):
-    """dq [batch, q_len, q_heads, head_dim]; arguments as of `hopper_backward.key_major`, rows of the policy are queries."""
+    """dq [batch, q_len, q_heads, head_dim]; arguments as `hopper_backward.key_major`'s; the policy's rows: queries."""
     batch, q_len, q_heads, dim = q.shape
     kv_heads, padded = k.shape[2], round_up(q_len, tiles.row_tokens)
     side = heads_side_by_side(q_heads, kv_heads, 4 * k.shape[1] * dim, tiles.l2_bytes)
@@ -41,17 +41,17 @@ def query_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: 
     dq = plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((batch, padded, q_heads, dim), grad_dtype),
-        scratch_types=dict(
-            q_s=shared_tile((CONSUMERS, ROWS, dim), q.dtype),
-            do_s=shared_tile((CONSUMERS, ROWS, dim), q.dtype),
-            k_s=shared_tile((stages, tiles.columns, dim), q.dtype),
-            v_s=shared_tile((stages, tiles.columns, dim), q.dtype),
-            rows_ready=bar(num_arrivals=2, num_barriers=CONSUMERS),
-            k_ready=bar(num_barriers=stages),
-            v_ready=bar(num_barriers=stages),
-            k_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
-            v_free=bar(num_arrivals=CONSUMERS, num_barriers=stages),
-        ),
+        scratch_types={
+            "q_s": shared_tile((CONSUMERS, ROWS, dim), q.dtype),
+            "do_s": shared_tile((CONSUMERS, ROWS, dim), q.dtype),
+            "k_s": shared_tile((stages, tiles.columns, dim), q.dtype),
+            "v_s": shared_tile((stages, tiles.columns, dim), q.dtype),
+            "rows_ready": bar(num_arrivals=2, num_barriers=CONSUMERS),
+            "k_ready": bar(num_barriers=stages),
+            "v_ready": bar(num_barriers=stages),
+            "k_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
+            "v_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
+        },
         grid=(batch, q_heads // side, padded // tiles.row_tokens, side),
         grid_names=("batch", "section", "place", "side"),
         num_threads=CONSUMERS + 1,
@@ -154,8 +154,9 @@ class _Consumer:
         """Loads q, dout, lse and delta of its rows, runs the column tiles, writes dq."""
         s, kernel, mine = self.s, self.kernel, self.warpgroup
         queries = pl.ds(self.row0, ROWS)
-        plgpu.copy_gmem_to_smem(s.q_g.at[self.head.batch, queries, self.head.q], s.q_s.at[mine], s.rows_ready.at[mine])
-        plgpu.copy_gmem_to_smem(s.do_g.at[self.head.batch, queries, self.head.q], s.do_s.at[mine], s.rows_ready.at[mine])
+        for gmem, smem in ((s.q_g, s.q_s), (s.do_g, s.do_s)):
+            source = gmem.at[self.head.batch, queries, self.head.q]
+            plgpu.copy_gmem_to_smem(source, smem.at[mine], s.rows_ready.at[mine])
         lse, delta = (
             plgpu.load(x.at[self.head.batch, self.head.q, queries], layout=ROW, optimized=False)
             for x in (s.lse_g, s.delta_g)

@@ -79,7 +79,8 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
       scale: > 0.
       out_dtype: of out; q's by default.
 
-    Returns: out [batch, q_len, q_heads, head_dim] and lse float32 [batch, q_heads, q_len], natural log, -inf where empty.
+    Returns: out [batch, q_len, q_heads, head_dim] and lse float32 [batch, q_heads, q_len], natural log, -inf where
+    empty.
     """
     batch, q_len, q_heads, dim = q.shape
     padded = round_up(q_len, tiles.row_tokens)
@@ -95,18 +96,18 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
             jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
             jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
         ],
-        scratch_types=dict(
-            q_s=shared_tile((n, t.rows, dim), staged),
-            k_s=shared_tile((t.stages, t.columns, dim), staged),
-            v_s=shared_tile((t.stages, t.columns, dim), staged),
-            lse_s=plgpu.SMEM((n, t.rows), jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=n),
-            k_ready=plgpu.Barrier(num_barriers=t.stages),
-            v_ready=plgpu.Barrier(num_barriers=t.stages),
-            k_free=plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
-            v_free=plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
-            turn=plgpu.Barrier(num_barriers=n),
-        ),
+        scratch_types={
+            "q_s": shared_tile((n, t.rows, dim), staged),
+            "k_s": shared_tile((t.stages, t.columns, dim), staged),
+            "v_s": shared_tile((t.stages, t.columns, dim), staged),
+            "lse_s": plgpu.SMEM((n, t.rows), jnp.float32),
+            "q_ready": plgpu.Barrier(num_barriers=n),
+            "k_ready": plgpu.Barrier(num_barriers=t.stages),
+            "v_ready": plgpu.Barrier(num_barriers=t.stages),
+            "k_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
+            "v_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
+            "turn": plgpu.Barrier(num_barriers=n),
+        },
         grid=(batch, q_heads // side, padded // tiles.row_tokens, side),
         grid_names=("batch", "section", "place", "side"),
         num_threads=n + 1,

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share on the host's side: operands, the two passes of the contract, and what hardware they need."""
+"""What the Hopper kernels share on the host's side: operands, the contract's two passes, the hardware they need."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax_impl.kernels import hopper_masks
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
-from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, forward as forward_pass, round_up
+from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, round_up
+from jax_impl.kernels.hopper_forward import forward as forward_pass
 from jax_impl.kernels.hopper_masks import Policy
 from workload.capability import HALF, Capability
 from workload.masks import IntervalMask

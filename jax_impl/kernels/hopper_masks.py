@@ -7,11 +7,11 @@ in the key-major pass rows are keys and columns are queries. A policy answers, i
     steps(refs, head, tile)           (partial, total) column tiles that it visits; the partial ones come first
     column(refs, head, tile, n)       index of the n-th of them
     load_rows(refs, head, row0)       what the element test needs of a tile's rows, loaded once per tile
-    seen(state, place)                the element test of a partial tile, bool [rows, columns]
+    seen(state, head, place)          the element test of a partial tile, bool [rows, columns]
 
-`refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree, so
-its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy changes
-logits (see flex.py).
+`refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree,
+so its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy
+changes logits (see flex.py).
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-import jax.experimental.pallas as pl
 
 from workload.masks import IntervalMask
 
@@ -165,7 +165,8 @@ class Band(Policy):
     def column(self, refs, head, tile, n):
         first, full_first, full_last, last = self._range(tile)
         before, partial = full_first - first, (last - first) - (full_last - full_first)
-        return jnp.where(n < before, first + n, jnp.where(n < partial, full_last + n - before, full_first + n - partial))
+        after = jnp.where(n < partial, full_last + n - before, full_first + n - partial)
+        return jnp.where(n < before, first + n, after)
 
     def load_rows(self, refs, head, row0, rows):
         return ()
@@ -188,8 +189,9 @@ class Intervals(Policy):
 
     Attributes:
       starts, ends: int32 [R, rows padded to whole tiles]; (0, 0) is absent.
-      partial, full: int32 [2, tiles, P], [2, tiles, F]: begins and ends of the runs of column tiles; (0, 0) is absent.
-      order: int32 [tiles]: 1 + the row tile to work on at each place of the grid, heaviest first; 0 means the place itself.
+      partial, full: int32 [2, tiles, P], [2, tiles, F]: begins and ends of the runs of column tiles; (0, 0) absent.
+      order: int32 [tiles]: 1 + the row tile to work on at each place of the grid, heaviest first; 0 means the place
+        itself.
       row_tokens, column_tokens: tile sizes.
     """
 
