@@ -85,11 +85,11 @@ class Sharding:
         x = np.asarray(x)
         if x.shape[axis] != self.total:
             raise ValueError(f"x: axis {axis} has {x.shape[axis]} tokens, the sharding {self.total}")
-        flat = self.table.reshape(-1)
-        shape = [1] * x.ndim
-        shape[axis] = -1
-        held = (flat >= 0).reshape(shape)
-        return np.where(held, np.take(x, np.maximum(flat, 0), axis=axis), np.zeros((), x.dtype))
+        flat, shape = self.table.reshape(-1), list(x.shape)
+        shape[axis] = len(flat)
+        out = np.zeros(shape, x.dtype)
+        np.moveaxis(out, axis, 0)[flat >= 0] = np.moveaxis(x, axis, 0)[flat[flat >= 0]]
+        return out
 
     def unshard(self, x: np.ndarray, axis: int = 1) -> np.ndarray:
         """The inverse of `shard`: [.., world * length, ..] to [.., total, ..]."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl import kernels
+from workload.errors import Unsupported
 from workload.signature import Signature
 
 
@@ -42,9 +43,10 @@ class Local:
 
     def backward(self, saved, dout, delta, operands):
         """float32 dq, dk, dv of this part, from the final out and lse."""
-        return kernels.get(self.kernel).backward(
-            *saved, dout, operands, self.signature.scale, grad_dtype=jnp.float32, delta=delta
-        )
+        backward = kernels.get(self.kernel).backward
+        if backward is None:
+            raise Unsupported(f"jax kernel {self.kernel}", "does not take pass backward")
+        return backward(*saved, dout, operands, self.signature.scale, grad_dtype=jnp.float32, delta=delta)
 
 
 def row_sums(out, dout):

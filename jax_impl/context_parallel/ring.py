@@ -5,20 +5,24 @@ permutation that all ranks make) brings it; hops nobody needs are not in it. A h
 hides it. The same walk serves usp and, window by window, loongtrain.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jax_impl.context_parallel.local import Data, Local, row_sums
 from jax_impl.context_parallel.merge import merge
+from workload.signature import Step
 from workload.topology import Hop
 
 
 def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
-    walk, total = _Walk(local, (k, v)), None
+    walk = _Walk(local, (k, v))
+    total: Any = None
     for t, operands in enumerate(data.masks):
-        block = walk.enter(t)
-        part = local.forward(q, *block, operands)
+        k, v = walk.enter(t)
+        part = local.forward(q, k, v, operands)
         total = walk.leave(part if total is None else merge(total, part))
     out, lse = total
     return out.astype(q.dtype), lse
@@ -28,12 +32,12 @@ def backward(local: Local, saved, dout, data: Data):
     """dq, dk, dv, float32. Every step uses the final out and lse; sums of dk, dv follow their block and go home."""
     q, k, v, out, lse = saved
     steps, delta = local.signature.steps, row_sums(out, dout)
-    walk, dq, own, moving, carried = _Walk(local, (k, v)), None, None, None, None
+    walk, dq, own, moving, carried = _Walk(local, (k, v)), None, [], None, None
     for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
         k, v = walk.enter(t)
-        if not step.at_home and step.grad_hop is None and moving is not None:
-            last = next(s for s in steps[t:] if s.carried_hop is not None)
-            carried = _send_sums(local, moving, last.carried_hop)  # it has this whole window to arrive
+        if not step.at_home and step.grad_hop is None and moving is not None:  # a later window's sum begins
+            carried_hop = next(s.carried_hop for s in steps[t:] if s.carried_hop is not None)
+            carried = _send_sums(local, moving, carried_hop)  # it has this whole window to arrive
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop)
         dq_part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
         dq = dq_part if dq is None else dq + dq_part
@@ -44,8 +48,10 @@ def backward(local: Local, saved, dout, data: Data):
             moving = sums if step.carried_hop is None else _add(sums, carried)
         dq, own, moving = walk.leave((dq, own, moving))
     if local.signature.home is None:
-        return dq, *own
-    return dq, *_add(own, _send_sums(local, moving, local.signature.home))
+        dk, dv = own
+        return dq, dk, dv
+    dk, dv = _add(own, _send_sums(local, moving, local.signature.home))
+    return dq, dk, dv
 
 
 class _Walk:
@@ -61,15 +67,11 @@ class _Walk:
 
     def enter(self, t: int):
         block = self.coming
-        if t == 0 or self.steps[t].hop.from_entry:
-            later = (s.hop for s in self.steps[t + 1 :] if s.hop.from_entry)
-            hop = next(later, None)
-            self.next_entry = None if hop is None else _send(self.local, block, hop)
-        following = self.steps[t + 1].hop if t + 1 < len(self.steps) else None
-        if following is None:
-            self.coming = None
-        else:
-            self.coming = self.next_entry if following.from_entry else _send(self.local, block, following)
+        if t == 0 or self.steps[t].enters:
+            hop = next((s.hop for s in self.steps[t + 1 :] if s.enters), None)
+            self.next_entry = _send(self.local, block, hop)
+        following = self.steps[t + 1] if t + 1 < len(self.steps) else Step()
+        self.coming = self.next_entry if following.enters else _send(self.local, block, following.hop)
         return block
 
     def leave(self, computed):
@@ -77,7 +79,9 @@ class _Walk:
         return computed
 
 
-def _send(local: Local, tensors, hop: Hop):
+def _send(local: Local, tensors, hop: Hop | None):
+    if hop is None:
+        return None
     pairs = local.signature.topology.pairs(hop)
     return tuple(jax.lax.ppermute(x, "ring", pairs) for x in tensors)
 

@@ -82,12 +82,12 @@ def test_local_masks_tile_the_global_one(scheme, world, grid):
                     keys = np.arange(mask.kv_len) if signature.gathers else \
                         schedule.kv_groups[schedule.source(t, ring_index)]
                     for n, h in enumerate(heads.q_slots[u * heads.q_local : (u + 1) * heads.q_local]):
-                        dense = local.mask.dense(n * local.mask.heads // heads.q_local)
+                        dense = local.mask.dense_rows(0, local.q_len, n * local.mask.heads // heads.q_local)
                         assert not dense[len(rows) :].any() and not dense[:, len(keys) :].any()
                         if h >= 0:
                             done[h][np.ix_(rows, keys)] += dense[: len(rows), : len(keys)]
             for h in range(6):
-                np.testing.assert_array_equal(done[h], mask.dense(h * mask.heads // 6))
+                np.testing.assert_array_equal(done[h], mask.dense_rows(0, mask.q_len, h * mask.heads // 6))
 
 
 def test_mask_classes():
@@ -233,7 +233,7 @@ def test_balance_of_documents_by_step_is_below_that_of_totals():
     mask = masks.causal_document(8192, 8192, [3000, 500, 92, 4000, 600])
     schedule = make("ring", problem_of(mask), 16, "balanced")
     assert 0 < schedule.step_balance < schedule.total_balance <= 1
-    assert schedule.efficiency_bound == schedule.step_balance
+    assert schedule.efficiency_bound == pytest.approx(schedule.step_balance)
     assert (schedule.step_imbalance >= 1).all()
 
 
@@ -283,5 +283,6 @@ def test_a_thousand_ranks_in_seconds():
     begin = time.perf_counter()
     for scheme, grid in (("ring", {}), ("loongtrain", {"ulysses": 8, "window": 8})):
         schedule = make(scheme, problem_of(mask, q_heads=64, kv_heads=8), world, "zigzag", **grid)
-        assert 0 < schedule.step_balance <= schedule.total_balance <= 1 <= schedule.redundancy()
+        assert 0 < schedule.step_balance <= schedule.total_balance <= 1
+        assert schedule.redundancy() > (1 if scheme == "ring" else 0)  # an exchange of heads can be below V*
     assert time.perf_counter() - begin < 30

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from workload import masks
 from workload.errors import Unsupported
-from workload.schedule import make_schedule
 from workload.problem import AttentionProblem
+from workload.schedule import make_schedule
 from workload.sharding import KINDS, Sharding, make_sharding, shardings
 from workload.topology import Topology, make_topology
 
