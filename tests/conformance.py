@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from workload import masks
-from workload.block_masks import uniform_block, variable_block
+from workload.block_masks import from_bitmap, uniform_block, variable_block
 from workload.capability import Capability
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
@@ -168,3 +168,68 @@ def check(run: Callable, case: Case, kernel: str) -> None:
 def passes_of(takes: Capability) -> tuple[str, ...]:
     """The passes to ask for: backward only where the kernel declares one."""
     return tuple(p for p in ("forward", "backward") if p in takes.passes)
+
+
+def _toy(name: str, mask: Callable, logits=0.0, *, v=None, right: Callable, scale: float = 1.0, **sizes) -> "Toy":
+    q_len, kv_len = sizes.pop("q_len", 8), sizes.pop("kv_len", 8)
+    case = Case(name, mask, q_len=q_len, kv_len=kv_len, scale=scale, **{"q_heads": 2, "kv_heads": 1} | sizes)
+    return Toy(case, logits, v, right)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Toy:
+    """A case with a right value known without any oracle.
+
+    q is 1 in its first component, k the logits there, v[j] is j (or given) in all components, so that the
+    logit of key j is scale * logits[j]. `right` maps nothing to (out [q_len], lse [q_len]).
+    """
+
+    case: Case
+    logits: object
+    v: object
+    right: Callable
+
+    def check(self, run: Callable, kernel: str) -> None:
+        """Runs the kernel and compares out and lse with the right values, and every result with NaN."""
+        case = self.case
+        q, k, v, dout = (np.zeros_like(x) for x in inputs(case.problem))
+        q[..., 0], dout[:] = 1, 1
+        k[..., 0] = np.broadcast_to(self.logits, (case.kv_len,))[:, None]
+        v[:] = np.broadcast_to(np.arange(case.kv_len) if self.v is None else self.v, (case.kv_len,))[:, None, None]
+        got = run(kernel, case.problem, [q, k, v, dout])[1]
+        out, lse = (np.asarray(x, float) for x in self.right())
+        loose = 2e-5 if case.dtype == "float32" else 2e-2
+        np.testing.assert_allclose(got["out"], np.broadcast_to(out[:, None, None], got["out"].shape), loose, loose)
+        np.testing.assert_allclose(got["lse"], np.broadcast_to(lse, got["lse"].shape), loose, loose)
+        empty = np.isneginf(lse)
+        assert not any(np.isnan(x).any() for x in got.values())
+        assert not got["out"][:, empty].any() and ("dq" not in got or not got["dq"][:, empty].any())
+
+
+LN3 = float(np.log(3))
+TOYS = (
+    # B1, D18: lse is the natural logarithm of the number of visible keys; row 3 -> 1.5
+    _toy("causal_means", _static("causal"), right=lambda: (np.arange(8) / 2, np.log(np.arange(1, 9)))),
+    # B3: logits of 3 on 4 keys -> 4.3863
+    _toy("lse_of_equal_logits", _static("full"), 3.0, q_len=2, kv_len=4, right=lambda: ([1.5] * 2, [4.38629] * 2)),
+    # B6: the scale is the caller's
+    _toy("scale", _static("full"), [0, 2 * LN3], scale=0.5, q_len=3, kv_len=2,
+         right=lambda: ([0.75] * 3, [np.log(4)] * 3)),
+    # I1: windows are inclusive; F1 in small: a row that sees itself alone gives its V
+    _toy("window", _static("causal_sliding_window", 2), kv_len=4, q_len=4,
+         right=lambda: ([0, 0.5, 1, 2], np.log([1, 2, 3, 3]))),
+    _toy("itself_alone", _static("full_sliding_window", 0), q_len=5, kv_len=9,
+         right=lambda: ([4, 5, 6, 7, 8], [0.0] * 5)),
+    # H9: documents keep to themselves
+    _toy("documents", _static("full_document", (3, 0, 5)), v=[0] * 3 + [1] * 5,
+         right=lambda: ([0] * 3 + [1] * 5, np.log([3] * 3 + [5] * 5))),
+    # A1: rows before the first key
+    _toy("rows_without_keys", _static("causal"), q_len=6, kv_len=4,
+         right=lambda: ([0, 0, 0, 0.5, 1, 1.5], [-np.inf, -np.inf, *np.log([1, 2, 3, 4])])),
+    # A1, A6: an empty row between others
+    _toy("empty_row_inside", lambda q, k, _: masks.from_intervals([[0, 3, 0]], [[4, 3, 2]], k), q_len=3, kv_len=5,
+         right=lambda: ([1.5, 0, 0.5], [np.log(4), -np.inf, np.log(2)])),
+    # D14: every query block selects key block 0
+    _toy("one_block_for_all", lambda q, k, b: from_bitmap([[[1, 0]] * 3], [[0, b, 2 * b, q]], [[0, b, k]], block=b),
+         q_len=150, kv_len=100, v=[5] * 64 + [9] * 36, right=lambda: ([5] * 150, [np.log(64)] * 150)),
+)

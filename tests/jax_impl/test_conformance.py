@@ -54,3 +54,12 @@ def test_kernel(name, case):
         if reason:
             pytest.skip(f"{name} {reason}")
         conformance.check(run, case, name)
+
+
+@pytest.mark.parametrize("toy", conformance.TOYS, ids=lambda t: t.case.name)
+@pytest.mark.parametrize("name", [n for n in kernels.NAMES if n in NATIVE or jax.default_backend() == "gpu"])
+def test_right_values(name, toy):
+    kernel = kernels.get(name)
+    if reason := kernel.refuse(toy.case.problem, conformance.passes_of(kernel.capability)):
+        pytest.skip(f"{name} {reason}")
+    toy.check(run, name)

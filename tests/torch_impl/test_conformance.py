@@ -54,6 +54,15 @@ def test_kernel(name, case):
     conformance.check(run, case, name)
 
 
+@pytest.mark.parametrize("toy", conformance.TOYS, ids=lambda t: t.case.name)
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_right_values(name, toy):
+    kernel = kernels.get(name)
+    if reason := kernel.refuse(toy.case.problem, conformance.passes_of(kernel.capability)):
+        pytest.skip(f"{name} {reason}")
+    toy.check(run, name)
+
+
 def test_fresh_memory_is_poisoned():
     with poisoned():
         assert torch.empty(7).isnan().all()

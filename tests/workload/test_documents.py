@@ -95,7 +95,7 @@ def test_suite_keeps_shares_over_lengths():
     for name, field in (("prefix_lm_causal", "prefix"), ("global_sliding_window", "global_tokens")):
         shares = [static_arguments(name, n, seed=7)[field] / n for n in (1000, 4000, 64000)]
         assert max(shares) - min(shares) < 1e-3
-        others = {round(static_arguments(name, 4000, seed=s)[field] / 4000, 2) for s in range(5)}
+        others = {static_arguments(name, 100_000, seed=s)[field] for s in range(5)}
         assert len(others) == 5
     assert static_arguments("prefix_lm_causal", 1000, 0, SuiteSettings(prefix_share=0.3)) == {"prefix": 300}
 
