@@ -16,8 +16,11 @@ class Ranks(Protocol):
 
     device: torch.device
 
-    def communicator(self, rank: int, ranks: Sequence[int], name: str) -> Communicator:
-        """The communicator of a rank in the group of these ranks; groups of other names are other channels."""
+    def communicator(self, rank: int, groups: Sequence[Sequence[int]], name: str) -> Communicator | None:
+        """A rank's communicator in the one of these disjoint groups that it is in, None where it is in none.
+
+        Groups of another name are another channel. All ranks of the job call it, with equal arguments, in one order.
+        """
         ...
 
 
@@ -33,19 +36,30 @@ class Job:
         self.device = torch.device(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.watch = Watch(self.rank, deadline_s)
-        self._known: dict[tuple, Communicator] = {}
+        self._known: dict[tuple, Communicator | None] = {}
 
-    def communicator(self, rank: int, ranks: Sequence[int], name: str) -> Communicator:
-        """See `Ranks`. All members must ask for their groups in one order."""
-        key = name, tuple(ranks)
+    def communicator(self, rank: int, groups: Sequence[Sequence[int]], name: str) -> Communicator | None:
+        """See `Ranks`."""
         if rank != self.rank:
             raise ValueError(f"rank: this process is {self.rank}, not {rank}")
-        if key not in self._known:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            made = GroupCommunicator(group, watch=self.watch)
-            made.warm_up(self.device)
-            self._known[key] = made
-        return self._known[key]
+        mine = None
+        for members in map(tuple, groups):
+            if (name, members) not in self._known:
+                self._known[name, members] = self._connect(members)
+            if rank in members:
+                mine = self._known[name, members]
+        return mine
+
+    def _connect(self, members: tuple[int, ...]) -> Communicator | None:
+        if len(members) == 1:  # a group of one never communicates
+            return Communicator(0, members) if self.rank in members else None
+        # Every rank of the job enters new_group: its way for members alone hangs where ranks made unequal numbers.
+        group = dist.new_group(list(members))
+        if self.rank not in members:
+            return None
+        made = GroupCommunicator(group, watch=self.watch)
+        made.warm_up(self.device)
+        return made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,8 +88,10 @@ class Mesh:
         return self.ranks.device
 
     def windowed(self, window: int) -> "Mesh":
-        """The same grid with inner rings of `window` ranks; all ranks call it."""
-        return make_mesh(dataclasses.replace(self.topology, window=window), self.ranks, self.rank)
+        """The same grid with inner rings of `window` ranks; all ranks of the job call it."""
+        mesh = make_mesh(dataclasses.replace(self.topology, window=window), self.ranks, self.rank)
+        assert mesh is not None  # this rank is in the grid already
+        return mesh
 
     @property
     def ring_index(self) -> int:
@@ -108,16 +124,18 @@ class Mesh:
         return list({id(c): c for c in (self.ring, self.ulysses, self.outer)}.values())
 
 
-def make_mesh(topology: Topology, ranks: Ranks, rank: int) -> Mesh:
-    """The mesh of a topology over the first `topology.world` ranks; all of them call it, with equal topologies."""
-    def connect(members, name="main"):
-        if len(members) == 1:  # a group of one never communicates
-            return Communicator(0, members)
-        return ranks.communicator(rank, members, name)
+def make_mesh(topology: Topology, ranks: Ranks, rank: int) -> Mesh | None:
+    """The mesh of a topology over the first `topology.world` ranks of a job; None for a rank that is not among them.
 
-    if not 0 <= rank < topology.world:
-        raise ValueError(f"rank: {rank} is not within the topology's world of {topology.world}")
-    ring = topology.group("ring", rank)
-    world, ulysses = tuple(range(topology.world)), topology.group("ulysses", rank)
-    outer = connect(ring, "outer" if topology.windows > 1 else "main")
-    return Mesh(topology, rank, connect(world), connect(ring), connect(ulysses), outer, ranks)
+    All ranks of the job call it, with equal topologies, in one order: groups are made by all.
+    """
+    def connect(groups, name="main"):
+        return ranks.communicator(rank, groups, name)
+
+    everyone = range(topology.world)
+    rings, exchanges = (sorted({topology.group(axis, r) for r in everyone}) for axis in ("ring", "ulysses"))
+    world, ring, ulysses = connect([tuple(everyone)]), connect(rings), connect(exchanges)
+    outer = connect(rings, "outer" if topology.windows > 1 else "main")
+    if rank not in everyone:
+        return None
+    return Mesh(topology, rank, world, ring, ulysses, outer, ranks)

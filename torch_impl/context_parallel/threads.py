@@ -80,13 +80,14 @@ class ThreadRanks:
         self._meets: dict[tuple, Rendezvous] = {}
         self._lock = threading.Lock()
 
-    def communicator(self, rank: int, ranks: Sequence[int], name: str) -> ThreadCommunicator:
-        """The communicator of a rank in a group; ranks that name the same group meet each other."""
+    def communicator(self, rank: int, groups: Sequence[Sequence[int]], name: str) -> Communicator | None:
+        """See `mesh.Ranks`; counts begin at zero."""
+        members = next((tuple(g) for g in groups if rank in g), None)
+        if members is None:
+            return None
         with self._lock:
-            key = name, tuple(ranks)
-            if key not in self._meets:
-                self._meets[key] = Rendezvous(len(ranks), self._timeout_s)
-            return ThreadCommunicator(tuple(ranks).index(rank), ranks, self._meets[key])
+            meet = self._meets.setdefault((name, members), Rendezvous(len(members), self._timeout_s))
+        return ThreadCommunicator(members.index(rank), members, meet)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """work(rank) on every rank at once; the results by rank. The first failure ends all, and is raised."""

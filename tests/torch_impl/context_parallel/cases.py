@@ -1,4 +1,4 @@
-"""Context-parallel cases, what a rank does with one, and how its results are judged; for threads and processes alike."""
+"""Context-parallel cases, what a rank does with one, and how its results are judged; for threads and processes."""
 
 import dataclasses
 import functools
@@ -85,11 +85,15 @@ def arrays(case: Case) -> list[torch.Tensor]:
 
 
 def run_rank(case: Case, ranks, rank: int, values=None) -> dict[str, np.ndarray]:
-    """This rank's part of a case; the whole out, lse, dq, dk, dv in token order, equal on every rank.
+    """This rank's part of a case; the whole out, lse, dq, dk, dv in token order, equal on every rank of its world.
+
+    A rank of the job that is not among them only makes the mesh, and gets nothing.
 
     Bytes handed to the collectives must equal the schedule's, kind by kind, in each pass.
     """
     mesh = context_parallel.make_mesh(case.topology, ranks, rank)
+    if mesh is None:
+        return {}
     plan = context_parallel.make_plan(case.problem, scheme=case.scheme, mesh=mesh, sharding=case.sharding,
                                       with_lse=True, **dict(case.plan))
     mesh, (*operands, dout) = plan.local.mesh, values or arrays(case)

@@ -1,0 +1,111 @@
+"""A rank of the tests over gloo processes: runs cases and collectives, rank 0 prints what is wrong as JSON."""
+
+import json
+import sys
+import traceback
+
+import torch
+
+from tests.torch_impl.context_parallel import cases
+from torch_impl import context_parallel, launch
+from torch_impl.context_parallel.communicator import Communicator
+
+
+def run_matrix(job, stride: int, worlds) -> tuple[int, list[str]]:
+    """Every case of these worlds; (how many, what is out of budget)."""
+    chosen, wrong = cases.matrix(stride, worlds), []
+    for case in chosen:
+        wrong += cases.judge(case, cases.run_rank(case, job, job.rank))
+    return len(chosen), wrong
+
+
+def strided_operand(job, everyone: Communicator) -> None:
+    """G3: refused by name, on every rank alike, before anything is sent."""
+    x = torch.zeros(everyone.size, 6)
+    calls = (everyone.all_to_all, x[:, ::2]), (everyone.all_gather, x.T), (everyone.reduce_scatter, x[:, 1:])
+    for call, operand in calls:
+        try:
+            call(operand, "strided")
+        except ValueError as error:
+            assert "not contiguous" in str(error) and "strided" in str(error)
+        else:
+            raise AssertionError("a strided operand was sent")
+
+
+def many_operands(job, everyone: Communicator) -> None:
+    """More point-to-point operations than a batch takes."""
+    sent = [torch.full((3,), 1000.0 * job.rank + n) for n in range(150)]
+    source = (job.rank - 1) % everyone.size
+    for n, x in enumerate(everyone.rotate(sent, 1, "many").wait()):
+        assert (x == 1000.0 * source + n).all()
+
+
+def two_groups_in_flight(job, everyone: Communicator) -> None:
+    """K1: a ring and a pair, started in one order, waited for in another."""
+    pair = job.communicator(job.rank, [(0, 1), (2, 3)], "pair")
+    for n in range(20):
+        x = torch.full((4,), float(job.rank + n))
+        first, second = everyone.rotate([x], 1, "ring in flight"), pair.rotate([x], 1, "pair in flight")
+        assert (second.wait()[0] == (job.rank ^ 1) + n).all()
+        assert (first.wait()[0] == (job.rank - 1) % everyone.size + n).all()
+
+
+def memory_under_pressure(job, everyone: Communicator) -> None:
+    """K4: what is in flight survives the allocator handing out and poisoning memory, 50 times."""
+    for n in range(50):
+        pending = everyone.rotate([torch.full((1000,), float(job.rank * 100 + n))], 1, "pressure")
+        for _ in range(4):
+            torch.empty(1000).fill_(torch.nan)
+        assert (pending.wait()[0] == (job.rank - 1) % everyone.size * 100 + n).all()
+
+
+def permutation_of_two_cycles(job, everyone: Communicator) -> None:
+    """K9: a rotation by two of four ranks is two rings at once; every rank gets its peer's value."""
+    got = everyone.rotate([torch.tensor([float(job.rank)])], 2, "two cycles").wait()[0]
+    assert got.item() == (job.rank + 2) % 4
+
+
+def counted_bytes(job, everyone: Communicator) -> None:
+    """Bytes are those of the operands handed over."""
+    everyone.forget()
+    everyone.all_gather(torch.zeros(5), "a").wait()
+    everyone.all_to_all(torch.zeros(4, 3, dtype=torch.bfloat16), "b").wait()
+    everyone.reduce_scatter(torch.zeros(4, 2), "c").wait()
+    everyone.rotate([torch.zeros(7), torch.zeros(2)], 3, "d").wait()
+    assert everyone.bytes == {"all_gather": 20, "all_to_all": 24, "reduce_scatter": 32, "permute": 36}
+
+
+def repeats(job, everyone: Communicator) -> None:
+    """A10, D11: a case twenty times is bit-identical."""
+    case = cases.Case("loongtrain", "causal_document", 4, grid=(("ulysses", 1), ("window", 2)))
+    first = cases.run_rank(case, job, job.rank)
+    for _ in range(20):
+        again = cases.run_rank(case, job, job.rank)
+        assert all((first[n] == again[n]).all() for n in first)
+
+
+CHECKS = (strided_operand, many_operands, two_groups_in_flight, memory_under_pressure, permutation_of_two_cycles,
+          counted_bytes, repeats)
+
+
+def main(mode: str, stride: int, worlds: tuple[int, ...]) -> None:
+    torch.set_num_threads(1)
+    with launch.join(launch.detect(), backend="gloo", timeout_s=120) as place:
+        job = context_parallel.Job(deadline_s=60)
+        if mode == "matrix":
+            count, wrong = run_matrix(job, stride, worlds)
+        else:
+            count, wrong = 0, []
+            everyone = job.communicator(job.rank, [tuple(range(place.world))], "main")
+            for check in CHECKS:
+                try:
+                    check(job, everyone)
+                    count += 1
+                except Exception:
+                    wrong.append(f"rank {place.rank} {check.__name__}: {traceback.format_exc()}")
+                    break
+        print(json.dumps({"rank": place.rank, "count": count, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), tuple(map(int, sys.argv[3].split(","))))

@@ -1,0 +1,35 @@
+"""Context parallelism over gloo, one process a rank; the same cases on threads are in test_matrix.py."""
+
+import json
+import sys
+
+import pytest
+
+from torch_impl.launch import spawn
+
+
+def run(ranks, mode, stride=1, worlds=(1,), deadline_s=120):
+    """The answers of all ranks; none may say that anything is wrong."""
+    command = [sys.executable, "-m", "tests.torch_impl.context_parallel.rank_worker", mode, str(stride),
+               ",".join(map(str, worlds))]
+    answers = [json.loads(said.splitlines()[-1]) for said in spawn(command, ranks, deadline_s=deadline_s)]
+    wrong = [line for answer in answers for line in answer["wrong"]]
+    assert not wrong, "\n".join(wrong)
+    assert all(answer["count"] > 0 for answer in answers)
+    return answers
+
+
+def test_sampled_matrix():
+    """Worlds of 1, 2, 3 and 4 processes inside one job: groups of some ranks while others go on."""
+    run(4, "matrix", stride=9, worlds=(1, 2, 3, 4))
+
+
+def test_collectives():
+    run(4, "checks")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_full_matrix():
+    """Five schemes x fourteen masks x worlds of 1, 2, 3, 4, 8 processes."""
+    run(8, "matrix", worlds=(1, 2, 3, 4, 8), deadline_s=1100)

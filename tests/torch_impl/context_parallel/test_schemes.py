@@ -1,0 +1,304 @@
+"""Faults that broke others, pinned on every scheme. Toy set-up: q = 0, so an out row is the mean of its visible V."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.torch_impl.context_parallel import cases
+from tests.torch_impl.context_parallel.cases import Case
+from torch_impl import context_parallel
+from torch_impl.context_parallel.threads import ThreadRanks
+from torch_impl.context_parallel.ulysses import to_heads, to_tokens
+from workload import masks
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
+from workload.sharding import Sharding
+from workload.topology import make_topology
+
+SCHEMES = (("ulysses", {}), ("ring", {}), ("all_gather", {}), ("usp", {"ulysses": 2}), ("loongtrain", {"ulysses": 2}))
+every_scheme = pytest.mark.parametrize("scheme,grid", SCHEMES, ids=[s for s, _ in SCHEMES])
+
+
+def on_ranks(scheme, world, grid, problem, work, sharding="zigzag", **plan):
+    """work(plan) on each rank; the results by rank."""
+    ranks, topology = ThreadRanks(world, timeout_s=30), make_topology(scheme, world, **grid)
+
+    def rank_work(rank):
+        mesh = context_parallel.make_mesh(topology, ranks, rank)
+        return work(context_parallel.make_plan(problem, scheme=scheme, mesh=mesh, sharding=sharding, **plan))
+
+    return ranks.run(rank_work)
+
+
+def whole(scheme, world, grid, mask, q, k, v, dout=None, scale=1.0, sharding="zigzag"):
+    """out, lse, dq, dk, dv in token order, from whole operands; gradients of out . dout."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
+
+    def work(plan):
+        x = [context_parallel.shard(a, plan, s).requires_grad_() for a, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+        out, lse = context_parallel.attend(*x, plan)
+        out.backward(context_parallel.shard(torch.ones_like(q) if dout is None else dout, plan))
+        grads = [context_parallel.unshard(a.grad, plan, s) for a, s in zip(x, ("q", "kv", "kv"))]
+        lse = context_parallel.unshard(lse.transpose(1, 2), plan).transpose(1, 2)
+        return context_parallel.unshard(out.detach(), plan), lse, *grads
+
+    return on_ranks(scheme, world, grid, problem, work, sharding, with_lse=True)[0]
+
+
+def toy(mask, scheme, grid, world=4, heads=4, **kw):
+    q = torch.zeros(1, mask.q_len, heads, 1)
+    v = torch.arange(float(mask.kv_len))[None, :, None, None].expand(1, -1, heads, 1).contiguous()
+    return whole(scheme, world, grid, mask, q, torch.zeros_like(v), v, **kw)
+
+
+@every_scheme
+def test_one_document_over_three_ranks_with_neighbours_of_one_token(scheme, grid):
+    """H10."""
+    lengths = [1, 13, 1, 1]
+    out, lse, *_ = toy(masks.full_document(16, 16, lengths), scheme, grid)
+    at = np.repeat([0, 7, 14, 15], lengths)
+    assert torch.allclose(out[0, :, 0, 0], torch.tensor(at, dtype=torch.float32))
+    assert torch.allclose(lse[0, 0].exp(), torch.tensor(np.repeat(lengths, lengths), dtype=torch.float32))
+
+
+@every_scheme
+def test_window_is_honoured(scheme, grid):
+    """I5, I11: S = 16, W = 4, one key to the left: row 15 sees 14 and 15."""
+    out, *_ = toy(masks.causal_sliding_window(16, 16, 1), scheme, grid)
+    assert out[0, 15, 0, 0] == 14.5 and out[0, 0, 0, 0] == 0
+
+
+@every_scheme
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag", "striped", "balanced"])
+def test_full_mask_under_every_sharding(scheme, grid, sharding):
+    """E15: balance must not assume causality. Every row is the mean of all keys; dv of a key is rows / keys."""
+    out, lse, dq, dk, dv = toy(masks.full(17, 17), scheme, grid, sharding=sharding)
+    assert torch.allclose(out, torch.full_like(out, 8.0)) and torch.allclose(lse, torch.full_like(lse, math.log(17)))
+    assert torch.allclose(dv, torch.ones_like(dv))
+
+
+@every_scheme
+@pytest.mark.parametrize("reverse", [False, True])
+def test_maximum_that_grows_or_falls_at_each_step(scheme, grid, reverse):
+    """D6: logits ramp along the keys, so that every merge meets a new maximum, or never one."""
+    s = 19
+    mask = masks.full(s, s)
+    ramp = torch.arange(float(s))
+    ramp = ramp.flip(0) if reverse else ramp
+    k = ramp[None, :, None, None].expand(1, s, 4, 1).contiguous()
+    v, q = torch.randn(1, s, 4, 1, generator=torch.Generator().manual_seed(0)), torch.ones(1, s, 4, 1)
+    out, lse, *_ = whole(scheme, 4, grid, mask, q, k, v)
+    weight = torch.softmax(ramp.double(), 0)
+    want = torch.einsum("j,bjhd->bhd", weight, v.double())[:, None].expand(1, s, 4, 1)
+    assert torch.allclose(out.double(), want, atol=1e-6)
+    assert torch.allclose(lse.double(), torch.logsumexp(ramp.double(), 0).expand(1, 4, s))
+
+
+@every_scheme
+def test_tail_that_no_document_owns(scheme, grid):
+    """D4: one document of 698 in 704 tokens, four ranks: the tail's results are zero, twice bit-identical."""
+    s, used = 704, 698
+    start = np.where(np.arange(s) < used, 0, s)[None]
+    mask = masks.from_intervals(start, np.minimum(np.arange(s) + 1, used)[None], s)
+    g = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, s, 4, 2, generator=g) for _ in range(4))
+    first, second = (whole(scheme, 4, grid, mask, q, k, v, dout) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    out, lse, *grads = first
+    assert all((x[:, used:] == 0).all() for x in (out, *grads)) and torch.isneginf(lse[:, :, used:]).all()
+    assert all(x[:, :used].abs().sum() > 0 for x in (out, *grads))
+
+
+@every_scheme
+def test_scale_is_honoured(scheme, grid):
+    """B6: scale 0.5, logits before it [0, 2 ln 3], V = [0, 1]: 3 / 4."""
+    k = torch.tensor([0.0, 2 * math.log(3)])[None, :, None, None].expand(1, 2, 4, 1).contiguous()
+    v = torch.tensor([0.0, 1.0])[None, :, None, None].expand(1, 2, 4, 1).contiguous()
+    out, *_ = whole(scheme, 4, grid, masks.full(2, 2), torch.ones(1, 2, 4, 1), k, v, scale=0.5)
+    assert torch.allclose(out, torch.full_like(out, 0.75))
+
+
+@every_scheme
+def test_strided_operands(scheme, grid):
+    """G2: views of a packed tensor, and a strided cotangent, give what their copies give."""
+    s = 18
+    packed = torch.randn(2, s, 3, 4, 2, generator=torch.Generator().manual_seed(2))
+    problem = AttentionProblem(masks.causal(s, s), 2, 4, 4, 2, "float32")
+
+    def work(plan):
+        def run(copy):
+            local = context_parallel.shard(packed, plan)
+            q, k, v = (x.contiguous() if copy else x for x in local.unbind(2))
+            x = [a.detach().requires_grad_() for a in (q, k, v)]
+            out = context_parallel.attend(*x, plan)
+            weight = torch.arange(4.0)[:, None].expand(4, 2)
+            (out * (weight.contiguous() if copy else weight)).sum().backward()
+            return out.detach(), *(a.grad for a in x)
+        return run(True), run(False)
+
+    for copied, viewed in on_ranks(scheme, 4, grid, problem, work):
+        assert all(torch.equal(a, b) for a, b in zip(copied, viewed))
+
+
+@every_scheme
+def test_error_does_not_grow_with_the_world(scheme, grid):
+    """C1: bf16 operands, error of dk and dv to the oracle at W = 8 is at most 1.5 times that at W = 1."""
+    def error(world):
+        here = {} if world == 1 else grid
+        case = Case(scheme, "causal", world, 64, 64, (8, 8), tuple(here.items()), dtype="bfloat16", head_dim=16)
+        return cases.errors(case, cases.run_threads(case)[0])
+    one = error(1)
+    for world in (2, 4, 8):
+        got = error(world)
+        for name in ("out", "dq", "dk", "dv"):
+            assert got[name] <= 1.5 * one[name], (name, world)
+
+
+def test_windows_of_any_size_lose_the_same():
+    """C6: eight places as 1x8, 2x4, 4x2, 8x1: equal error within 5 %, and the two extremes are the flat ring itself."""
+    base = Case("ring", "causal_document", 8, 61, 61, dtype="bfloat16", head_dim=16)
+    flat = cases.run_threads(base)
+    want = cases.errors(base, flat[0])
+    for window in (1, 2, 4, 8):
+        case = dataclasses.replace(base, scheme="loongtrain", grid=(("ulysses", 1), ("window", window)))
+        got = cases.run_threads(case)
+        if window in (1, 8):
+            assert all(np.array_equal(a[n], b[n]) for a, b in zip(flat, got) for n in a)
+        for name, error in cases.errors(case, got[0]).items():
+            assert error == pytest.approx(want[name], rel=0.05)
+
+
+def test_window_is_a_parameter_of_the_plan():
+    """The mesh is a grid; the plan cuts its rings into windows."""
+    problem = AttentionProblem(masks.full(16, 16), 1, 4, 4, 2, "float32")
+    got = on_ranks("loongtrain", 4, {"ulysses": 1, "window": 4}, problem, lambda p: p.local.mesh.topology.window,
+                   window=2)
+    assert got == [2] * 4
+    with pytest.raises(RuntimeError, match="window 3 does not divide ring 4"):
+        on_ranks("loongtrain", 4, {"ulysses": 1}, problem, lambda p: None, window=3)
+
+
+def exchange(q_heads, kv_heads, world, tensor, x, batch):
+    """x [batch, S, heads, d] through to_heads and back: by rank, (what it holds, what came back)."""
+    problem = AttentionProblem(masks.full(x.shape[1], x.shape[1]), batch, q_heads, kv_heads, x.shape[3], "float32")
+
+    def work(plan):
+        mine = context_parallel.shard(x, plan, "q" if tensor == "q" else "kv")
+        held = to_heads(plan.local, mine, tensor, plan.data)()
+        back = to_tokens(plan.local, held, "out" if tensor == "q" else "dk", plan.data)()
+        return held, mine, back
+
+    return on_ranks("ulysses", world, {}, problem, work, "contiguous")
+
+
+def test_exchange_holds_every_token_of_its_heads():
+    """E5, E6, E14: all axes of distinct sizes; rank u holds all tokens of its heads exactly, round trip is identity."""
+    batch, s, heads, d = 2, 6, 4, 8
+    value = 1000 * torch.arange(batch)[:, None, None] + 100 * torch.arange(s)[:, None] + torch.arange(heads)
+    x = value[..., None].expand(batch, s, heads, d).float().contiguous()
+    for u, (held, mine, back) in enumerate(exchange(heads, heads, 2, "q", x, batch)):
+        assert torch.equal(held, x[:, :, 2 * u : 2 * u + 2]) and torch.equal(back, mine)
+
+
+def test_degree_above_kv_heads():
+    """E9: Hq = 8, Hk = 2 on four ranks: kv heads [0, 0, 1, 1], and the way back sums the two slots of each head."""
+    x = torch.arange(2.0)[None, None, :, None].expand(1, 8, 2, 3).contiguous() + 1
+    for u, (held, mine, back) in enumerate(exchange(8, 2, 4, "k", x, 1)):
+        assert held.shape[2] == 1 and (held == 1 + (u >= 2)).all()
+        assert torch.equal(back, 2 * mine)
+
+
+def test_two_layers_of_different_kv_heads_in_one_process():
+    """E7: Hk 8 and 12 on four ranks: [2] * 4 and [3] * 4, in either order."""
+    for kv_heads, each in ((8, 2), (12, 3), (8, 2)):
+        x = torch.zeros(1, 4, kv_heads, 2)
+        assert [held.shape[2] for held, _, _ in exchange(kv_heads, kv_heads, 4, "k", x, 1)] == [each] * 4
+
+
+def test_ring_of_exchanged_groups_holds_zigzag_chunks():
+    """J4: W = 8, U = 4, R = 2, S = 32: after the exchange ring place 0 holds tokens 0-7 and 24-31."""
+    problem = AttentionProblem(masks.causal(32, 32), 1, 4, 4, 1, "float32")
+    x = torch.arange(32.0)[None, :, None, None].expand(1, 32, 4, 1).contiguous()
+
+    def work(plan):
+        held = to_heads(plan.local, context_parallel.shard(x, plan), "q", plan.data)()
+        return plan.local.mesh.ring_index, held[0, :, 0, 0].tolist()
+
+    for place, tokens in on_ranks("usp", 8, {"ulysses": 4}, problem, work):
+        assert tokens == ([*range(8), *range(24, 32)] if place == 0 else [*range(8, 24)])
+
+
+def test_loss_is_a_mean_over_tokens():
+    """J2: token counts [3, 1], losses [1, 5]: 2, not 3; summed over the ranks the gradient is one quarter a token."""
+    problem = AttentionProblem(masks.full(4, 4), 1, 1, 1, 1, "float32")
+    uneven = Sharding((np.arange(3), np.arange(3, 4)), 4)
+
+    def work(plan):
+        values = torch.full((1, 3), [1.0, 5.0][plan.local.mesh.rank]).requires_grad_()
+        loss = context_parallel.token_mean(values, plan)
+        loss.backward()
+        return loss.item(), values.grad[0].tolist()
+
+    got = on_ranks("ring", 2, {}, problem, work, (uneven, uneven))
+    assert [loss for loss, _ in got] == [2.0, 2.0]
+    assert [grad for _, grad in got] == [[0.25, 0.25, 0.25], [0.25, 0, 0]]
+
+
+def test_positions_and_shards_of_each_sharding():
+    """J3: unshard(shard(x)) = x; positions say where a rank's tokens stand, -1 for padding."""
+    problem = AttentionProblem(masks.causal(21, 21), 1, 2, 2, 1, "float32")
+    x = torch.arange(21.0)[None, :, None]
+
+    def work(plan):
+        mine, at = context_parallel.shard(x, plan), context_parallel.positions(plan)
+        assert torch.equal(mine[0, :, 0], at.clamp(min=0).float())
+        assert torch.equal(context_parallel.unshard(mine, plan), x)
+        return at[at >= 0].tolist()
+
+    for sharding in ("contiguous", "zigzag", "striped", "balanced"):
+        held = on_ranks("ring", 4, {}, problem, work, sharding)
+        assert sorted(sum(held, [])) == list(range(21)) and all(h == sorted(h) for h in held)
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"q": (1, 5, 4, 2)}, "q: shape"), ({"k": (1, 4, 3, 2)}, "k: shape"), ({"dtype": torch.float64}, "q: dtype"),
+])
+def test_operands_that_do_not_fit_the_plan(change, message):
+    problem = AttentionProblem(masks.full(4, 4), 1, 4, 4, 2, "float32")
+    x = [torch.zeros(change.get(n, (1, 4, 4, 2)), dtype=change.get("dtype", torch.float32)) for n in "qkv"]
+    with pytest.raises(RuntimeError, match=message):
+        on_ranks("ring", 1, {}, problem, lambda plan: context_parallel.attend(*x, plan))
+
+
+def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
+    """E11: a kernel that takes static masks only, on a dynamic one; the mesh has handed over nothing."""
+    case = Case("ring", "uniform_block", 2)
+    ranks = ThreadRanks(2, timeout_s=5)
+
+    def work(rank):
+        mesh = context_parallel.make_mesh(case.topology, ranks, rank)
+        with pytest.raises(Unsupported, match="flashmask"):
+            context_parallel.make_plan(case.problem, scheme="ring", mesh=mesh, kernel="flashmask")
+        return mesh.bytes
+
+    assert ranks.run(work) == [{}, {}]
+
+
+def test_sharding_of_the_attention_call_and_of_a_plan_agree():
+    """The one-call form is the plan's."""
+    case = Case("usp", "prefix_lm_document", 4, grid=(("ulysses", 2),))
+    ranks, (*x, _) = ThreadRanks(4, timeout_s=30), cases.arrays(case)
+
+    def work(rank):
+        mesh = context_parallel.make_mesh(case.topology, ranks, rank)
+        plan = context_parallel.make_plan(case.problem, scheme="usp", mesh=mesh, sharding="zigzag")
+        q, k, v = (context_parallel.shard(a, plan) for a in x)
+        return torch.equal(
+            context_parallel.attend(q, k, v, plan),
+            context_parallel.attention(q, k, v, case.problem.mask, scheme="usp", mesh=mesh, sharding="zigzag"))
+
+    assert all(ranks.run(work))
