@@ -1,0 +1,212 @@
+"""What a worker does for an attention row: build, check against the reference, time.
+
+All functions here run inside a worker of one stack and return plain JSON values; `bench/engine.py` asks for them.
+"""
+
+import dataclasses
+import functools
+import importlib
+import time
+from typing import Any
+
+import numpy as np
+
+from bench import cases
+from bench.timing import Protocol, Timing, measure
+from parity.compare import OF_PASS, errors, over_budget
+from parity.inputs import make_inputs
+from parity.reference import Reference, sample_of
+from workload.block_masks import BlockMask
+from workload.problem import FLOPS_FORMULA
+
+TILE = 128  # side of the tiles whose waste a row tells
+SETS_BYTES = 1 << 30  # further input sets are made while they stay below this
+SETS = 2
+
+
+@functools.cache
+def stack_of(name: str):
+    """The stack's adapter; importing it imports the stack."""
+    module = importlib.import_module(f"bench.{name}_stack")
+    module.set_threads()
+    return module.Stack()
+
+
+def environment(stack: str) -> dict[str, Any]:
+    """Versions and device of a stack."""
+    return stack_of(stack).environment()
+
+
+def refuse(case: dict[str, Any]) -> str | None:
+    """Why the kernel cannot run the case here, None where it can."""
+    chosen = cases.from_record(case)
+    kernel = _kernel(chosen)
+    return kernel if isinstance(kernel, str) else kernel.refuse(_problem(chosen.spec), _passes(chosen.which))
+
+
+def _kernel(case):
+    try:
+        return stack_of(case.stack).kernel(case.kernel)
+    except ValueError:
+        return f"the {case.stack} stack has no kernel of this name"
+
+
+def _passes(which):
+    return ("forward",) if which == "forward" else ("forward", "backward")
+
+
+@functools.lru_cache(maxsize=2)
+def _problem(spec):
+    return spec.problem()
+
+
+def describe(case: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a case without running it: FLOPs, bytes, area, tile waste."""
+    chosen = cases.from_record(case)
+    problem, which = _problem(chosen.spec), chosen.which
+    mask = problem.mask
+    found = {
+        "flops": problem.flops(which), "flops_formula": FLOPS_FORMULA[which], "bytes": problem.bytes(which),
+        "area": mask.area, "density": mask.density,
+    }
+    if not isinstance(mask, BlockMask):
+        visited = mask.tile_runs(TILE, TILE).visited_area
+        found["tiles"] = {"tile": TILE, "visited_area": visited, "waste": visited / max(1, mask.area)}
+    return found
+
+
+@dataclasses.dataclass
+class _Ready:
+    """A case built in a worker: its compiled pass on each input set, and what building cost."""
+
+    call: Any
+    compiled: Any
+    prepare_seconds: float
+    compile_seconds: float
+    source: str
+    sets: int
+    output_moves: bool
+
+
+_held: dict[str, _Ready] = {}  # the last case built; parity asks for it again and again
+
+
+def _build(case: cases.Case) -> _Ready:
+    if case.key in _held:
+        return _held[case.key]
+    _held.clear()
+    stack, problem = stack_of(case.stack), _problem(case.spec)
+    stack.release()
+    kernel = stack.kernel(case.kernel)
+    kernel.require(problem, _passes(case.which))
+    stack.prepare(kernel, problem)  # the first one also imports and compiles
+    began = time.perf_counter()
+    operands = stack.prepare(kernel, problem)
+    prepare_seconds = time.perf_counter() - began
+    sets = SETS if problem.bytes("backward") <= SETS_BYTES else 1
+    made = [make_inputs(problem, case.spec.inputs(n)) for n in range(sets)]
+    tensors = [tuple(stack.put(x[name]) for name in ("q", "k", "v", "dout")) for x in made]
+    del made
+
+    def forward(q, k, v, operands):
+        return kernel.forward(q, k, v, operands, problem.scale)
+
+    def backward(q, k, v, out, lse, dout, operands):
+        return kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
+
+    arguments: list[tuple] = [(q, k, v, operands) for q, k, v, _ in tensors]
+    compiled, compile_seconds, first = stack.compile(forward, *arguments[0])
+    if case.which == "backward":
+        saved = [first, *(compiled(*a) for a in arguments[1:])]
+        arguments = [
+            (q, k, v, *out_lse, dout, operands)
+            for (q, k, v, dout), out_lse in zip(tensors, saved, strict=True)
+        ]
+        compiled, compile_seconds, first = stack.compile(backward, *arguments[0])
+    head, other = (stack.take(x[0][:, :, :1]) for x in (first, compiled(*arguments[-1])))
+    ready = _Ready(
+        lambda n: compiled(*arguments[n % sets]), compiled, prepare_seconds, compile_seconds,
+        kernel.capability.source, sets, sets == 1 or not problem.cells or not np.array_equal(head, other),
+    )
+    _held[case.key] = ready
+    return ready
+
+
+def check(case: dict[str, Any], reference: str, keep: str | None = None) -> dict[str, Any]:
+    """Builds and runs a case once and judges each result.
+
+    Args:
+      case: as `Case.record` wrote it; reference: path of a saved `Reference`.
+      keep: path to write the sampled results to (.npz, float64), for a comparison of the stacks.
+
+    Returns: errors, budget, oracle, wrong (lines, empty where all is well), and what building cost.
+    """
+    chosen = cases.from_record(case)
+    ready, problem = _build(chosen), _problem(chosen.spec)
+    stack, sample = stack_of(chosen.stack), sample_of(problem)
+    judged = Reference.load(reference)
+    results = dict(zip(OF_PASS[chosen.which], ready.call(0), strict=True))
+    got = {name: stack.take(sample.take(name, x, problem.group)) for name, x in results.items()}
+    if keep:
+        np.savez(keep, **got)
+    measured = errors(got, judged.results)
+    budget = {name: judged.budget[name] for name in measured}
+    wrong = over_budget(measured, budget)
+    if not ready.output_moves:
+        wrong.append(f"{next(iter(got))}: the same for different inputs")
+    return {
+        "errors": measured, "budget": budget, "oracle": judged.oracle, "wrong": wrong, "source": ready.source,
+        "prepare_seconds": ready.prepare_seconds, "compile_seconds": ready.compile_seconds,
+    }
+
+
+def clock(case: dict[str, Any], protocol: dict[str, Any]) -> dict[str, Any]:
+    """Times a case that `check` has built: cold and warm cache on a GPU, wall time on a CPU; and its peak memory."""
+    chosen = cases.from_record(case)
+    ready, stack = _build(chosen), stack_of(chosen.stack)
+    limits = Protocol(**protocol)
+    began = time.perf_counter()
+    stack.finish(ready.call(0))
+    estimate = time.perf_counter() - began
+    cold = measure(stack.sampler(ready.call, True, estimate), limits)
+    return {
+        "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
+        "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu else None,
+        "peak_bytes": stack.peak_bytes(lambda: ready.call(0), ready.compiled), "peak_method": stack.memory_method,
+        "input_sets": ready.sets,
+    }
+
+
+def _warm(stack, ready, cold: Timing, limits: Protocol) -> Timing:
+    short = dataclasses.replace(limits, samples=min(5, limits.samples), seconds=limits.seconds / 3)
+    return measure(stack.sampler(lambda n: ready.call(0), False, cold.median), short)
+
+
+def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:
+    """In the judge: computes and saves the reference of a problem; returns its oracle and budget."""
+    from parity.reference import reference_of
+
+    chosen = cases.ProblemSpec(**{k: v for k, v in spec.items() if k not in ("stack", "kernel", "pass")})
+    found = reference_of(chosen.problem(), chosen.inputs())
+    found.save(path)
+    return {"oracle": found.oracle, "budget": found.budget}
+
+
+def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
+    """The matrix peak (FLOP/s) and the copy bandwidth (bytes/s) that a stack reaches on this machine.
+
+    The peak is that of the fastest sample, on a CPU the better of the dtype and float32 (half types may be emulated).
+    """
+    chosen, limits = stack_of(stack), Protocol(**protocol)
+    size, copied = (8192, 1 << 30) if chosen.on_gpu else (1024, 1 << 27)
+    peak, kinds = 0.0, {dtype} if chosen.on_gpu else {dtype, "float32"}
+    for kind in sorted(kinds):
+        call, flops = chosen.matmul(size, kind)
+        timing = measure(chosen.sampler(call, False, 2e-3), limits)
+        peak = max(peak, flops / timing.minimum)
+    call, moved = chosen.copy(copied)
+    timing = measure(chosen.sampler(call, False, 1e-3), limits)
+    return {
+        "peak_flops": peak, "matmul": f"{size}^3", "bandwidth": moved / timing.minimum, "copy_bytes": moved,
+        "timer": chosen.timer,
+    }

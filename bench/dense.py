@@ -1,0 +1,34 @@
+"""Kernels under masks, in both stacks: checked against a float64 reference, then timed.
+
+    python -m bench.dense --kernels=naive,sdpa --seqlens=1K,8K --out=out/dense.jsonl
+    python -m bench.report out/dense.jsonl
+
+One JSON line a row, written as it is made: a row is a kernel of a stack on a problem in one pass. A run that was
+interrupted goes on with --resume. A kernel that cannot run a row here, crashes, hangs or runs out of memory costs that
+row, which says why.
+"""
+
+import sys
+
+from absl import app, flags
+
+from bench import engine, options
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        cases, settings = options.cases(flags.FLAGS), options.options(flags.FLAGS)
+        rows = engine.run(cases, settings)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    bad = [row for row in rows if row["status"] in ("mismatch", "error")]
+    print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {settings.out}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    options.define()
+    app.run(main)

@@ -1,0 +1,238 @@
+"""Runs cases through worker processes into a record file: refuse, check against the reference, time, write.
+
+Rows are grouped by problem, so the reference of a problem is computed once, by the judge's worker, and both stacks
+and all kernels are held to it. Nothing here imports JAX or PyTorch.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import environment, records
+from bench.cases import Case
+from bench.timing import Protocol, above_ceiling, above_dense
+from bench.workers import Failure, Worker
+
+TASKS = "bench.attention_task"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run goes.
+
+    Attributes:
+      out: record file; resume: whether rows that it has are kept and skipped.
+      deadline: seconds a row may take, building and compiling included.
+      memory: bytes a worker may hold privately, None for no limit.
+      protocol: how long to time; timed: False checks only.
+    """
+
+    out: Path
+    resume: bool = False
+    deadline: float = 180.0
+    memory: int | None = None
+    protocol: Protocol = Protocol()
+    timed: bool = True
+
+
+def open_records(options: Options) -> records.Writer:
+    """The record file; ValueError where it holds rows and the run is no resumption."""
+    writer = records.Writer(options.out)
+    if writer.keys and not options.resume:
+        writer.close()
+        raise ValueError(f"out: {options.out} holds {len(writer.keys)} rows; give --resume to go on, or another file")
+    return writer
+
+
+class Workers(contextlib.ExitStack):
+    """The workers of a run, each started when first asked."""
+
+    def __init__(self, memory: int | None = None):
+        super().__init__()
+        self._memory = memory
+        self._held: dict[str, Worker] = {}
+        self._environment: dict[str, dict] = {}
+
+    def __getitem__(self, stack: str) -> Worker:
+        if stack not in self._held:
+            self._held[stack] = self.enter_context(Worker(stack, self._memory))
+        return self._held[stack]
+
+    def environment(self, stack: str, deadline: float) -> dict[str, Any]:
+        """Machine and stack versions of a row."""
+        if stack not in self._environment:
+            found = self[stack].ask(f"{TASKS}:environment", deadline, stack=stack)
+            if isinstance(found, Failure):
+                return environment.machine() | {"stack": f"did not start: {found.reason}"}
+            self._environment[stack] = found
+        return environment.machine() | self._environment[stack]
+
+
+class References:
+    """References of problems, computed by the judge once each and kept as files while the run lasts."""
+
+    def __init__(self, workers: Workers, folder: Path, deadline: float):
+        self._workers, self._folder, self._deadline = workers, folder, deadline
+        self._found: dict[str, str | Failure] = {}
+
+    def of(self, case: Case) -> str | Failure:
+        """The path of a problem's reference, or why there is none."""
+        label = case.spec.label
+        if label not in self._found:
+            path = str(self._folder / f"{len(self._found)}.npz")
+            found = self._workers["judge"].ask(f"{TASKS}:reference", self._deadline, spec=case.record(), path=path)
+            self._found[label] = found if isinstance(found, Failure) else path
+        return self._found[label]
+
+
+def measure_ceilings(
+    workers: Workers, writer: records.Writer, stacks: Sequence[str], dtype: str, options: Options
+) -> float:
+    """The matrix peak in FLOP/s, the best of the stacks; each stack's ceilings become a row of the file."""
+    for stack in stacks:
+        case = {"stack": stack, "dtype": dtype}
+        key = f"ceiling/{stack}/{dtype}"
+        if key in writer.keys:
+            continue
+        protocol = dataclasses.asdict(options.protocol)
+        found = workers[stack].ask(f"{TASKS}:ceiling", options.deadline, stack=stack, dtype=dtype, protocol=protocol)
+        row = _row(key, "ceiling", case, workers.environment(stack, options.deadline))
+        writer.write(row | (_failed(found) if isinstance(found, Failure) else found))
+    rows = [r for r in records.read(writer.path) if r["kind"] == "ceiling" and r["status"] == "ok"]
+    return max((r["peak_flops"] for r in rows if r["case"]["dtype"] == dtype), default=float("inf"))
+
+
+def _row(key: str, kind: str, case: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "key": key, "kind": kind, "case": case, "status": "ok", "reason": "", "flags": [],
+        "environment": environment, "time": now,
+    }
+
+
+def _failed(failure: Failure) -> dict[str, str]:
+    return {"status": failure.status, "reason": failure.reason}
+
+
+def measure_case(
+    case: Case, workers: Workers, references: References, peak: float, options: Options
+) -> dict[str, Any]:
+    """One row: what became of a case."""
+    worker, fields = workers[case.stack], {"case": case.record()}
+    row = _row(case.key, "attention", fields["case"], workers.environment(case.stack, options.deadline))
+    reason = worker.ask(f"{TASKS}:refuse", options.deadline, **fields)
+    if isinstance(reason, Failure):
+        return row | _failed(reason)
+    if reason:
+        return row | {"status": "unsupported", "reason": reason}
+    described = worker.ask(f"{TASKS}:describe", options.deadline, **fields)
+    if isinstance(described, Failure):
+        return row | _failed(described)
+    row |= described
+    reference = references.of(case)
+    if isinstance(reference, Failure):
+        return row | {"status": reference.status, "reason": f"the reference: {reference.reason}"}
+    checked = worker.ask(f"{TASKS}:check", options.deadline, reference=reference, **fields)
+    if isinstance(checked, Failure):
+        return row | _failed(checked)
+    wrong = checked.pop("wrong")
+    row |= checked
+    if wrong:
+        return row | {"status": "mismatch", "reason": "; ".join(wrong)}
+    if not options.timed:
+        return row
+    timed = worker.ask(
+        f"{TASKS}:clock", options.deadline, protocol=dataclasses.asdict(options.protocol), **fields
+    )
+    if isinstance(timed, Failure):
+        return row | _failed(timed)
+    return with_rates(row | timed, peak)
+
+
+def with_rates(row: dict[str, Any], peak: float) -> dict[str, Any]:
+    """The row with rate and bandwidth; a rate above the ceiling makes it an error."""
+    median = row["seconds"]["median"]
+    if median <= 0:
+        return row | {"status": "error", "reason": f"measured {median:g} s: shorter than the timer can tell"}
+    rate = row["flops"] / median
+    row = row | {"rate": rate, "bandwidth": row["bytes"] / median, "peak_flops": peak}
+    impossible = above_ceiling(rate, peak)
+    return row | {"status": "error", "reason": impossible} if impossible else row
+
+
+def dense_key(case: dict[str, Any]) -> tuple:
+    """What a masked row and the full-mask row it is held against have in common."""
+    return tuple(case[name] for name in (
+        "stack", "kernel", "pass", "seq_len", "q_len", "batch", "q_heads", "kv_heads", "head_dim", "dtype"))
+
+
+def flag(row: dict[str, Any], dense_rates: dict[tuple, float]) -> dict[str, Any]:
+    """The row, flagged where its rate is above 1.1 x that of the same kernel under the full mask; learns such rates."""
+    if row["status"] != "ok" or "rate" not in row:
+        return row
+    key = dense_key(row["case"])
+    if row["case"]["mask"] == "full":
+        dense_rates[key] = row["rate"]
+    elif key in dense_rates:
+        complaint = above_dense(row["rate"], dense_rates[key])
+        if complaint:
+            return row | {"flags": [*row["flags"], complaint]}
+    return row
+
+
+def ordered(cases: Iterable[Case]) -> list[Case]:
+    """Full masks first (others are held against them), then by problem, so that a reference serves all its rows."""
+    unique = {case.key: case for case in cases}
+    return sorted(unique.values(), key=lambda c: (
+        c.spec.seq_len, c.spec.mask != "full", c.spec.label, c.kernel, c.which != "forward", c.stack))
+
+
+def run(cases: Iterable[Case], options: Options, console: Console | None = None) -> list[dict[str, Any]]:
+    """Measures the cases that the file does not have yet; returns all its rows.
+
+    Raises ValueError where the file holds rows and `options.resume` is false.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    todo = ordered(cases)
+    with (
+        open_records(options) as writer,
+        Workers(options.memory) as workers,
+        tempfile.TemporaryDirectory(prefix="reference-") as folder,
+    ):
+        left = [case for case in todo if case.key not in writer.keys]
+        console.print(f"{len(todo)} rows, {len(todo) - len(left)} of them done; records: {options.out}")
+        references = References(workers, Path(folder), options.deadline)
+        stacks = sorted({case.stack for case in left})
+        peaks = {
+            dtype: measure_ceilings(workers, writer, stacks, dtype, options) if options.timed else float("inf")
+            for dtype in sorted({case.spec.dtype for case in left})
+        }
+        dense_rates: dict[tuple, float] = {}
+        for row in records.read(options.out):
+            if row["kind"] == "attention":
+                flag(row, dense_rates)
+        for number, case in enumerate(left, 1):
+            row = flag(measure_case(case, workers, references, peaks[case.spec.dtype], options), dense_rates)
+            writer.write(row)
+            console.print(f"[{number}/{len(left)}] {line(row)}", markup=False)
+    return records.read(options.out)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in one line of text."""
+    if row["status"] != "ok":
+        return f"{row['key']}: {row['status']}: {row['reason'][:160]}"
+    if "rate" not in row:
+        return f"{row['key']}: ok"
+    seconds = row["seconds"]
+    flags = f"  ! {'; '.join(row['flags'])}" if row["flags"] else ""
+    return (
+        f"{row['key']}: {seconds['median'] * 1e3:.3f} ms ±{seconds['spread']:.0%}"
+        f"  {row['rate'] / 1e12:.4g} TFLOP/s{flags}"
+    )

@@ -1,0 +1,40 @@
+"""What machine and what versions a row was made with."""
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Host, Python, driver and the commit of this tree; the stack adds its own (`Stack.environment`)."""
+    found = {
+        "python": sys.version.split()[0], "numpy": np.__version__, "system": platform.platform(terse=True),
+        "processor": _processor(), "cores": len(os.sched_getaffinity(0)), "commit": _commit(),
+    }
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found | ({"driver": driver.splitlines()[0]} if driver else {})
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] \
+        if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,115 @@
+"""The bench's view of the JAX stack, inside a worker; its twin is bench/torch_stack.py."""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import ml_dtypes
+import numpy as np
+
+from bench.timing import difference_sampler, wall_sampler
+from jax_impl import kernels
+from workload.problem import AttentionProblem
+
+FLUSH_BYTES = 256 << 20  # several times the L2 of any card
+BATCH_SECONDS = 4e-3  # a batch of the difference timer lasts about this long
+BATCHES = (2, 32)
+
+
+class Stack:
+    """What a measurement needs of a stack: arrays, compiled passes, timers, memory, environment."""
+
+    name = "jax"
+
+    def __init__(self):
+        self.device = jax.default_backend()
+        self.on_gpu = self.device == "gpu"
+        self.timer = "difference of batches with and without the call" if self.on_gpu else "wall time"
+        self.memory_method = "XLA's memory analysis: operands, results and temporaries"
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, device and compiler flags of this stack."""
+        found = {
+            "jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": self.device,
+            "device": jax.devices()[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        }
+        return found | ({"platform_version": jax.devices()[0].client.platform_version} if self.on_gpu else {})
+
+    def kernel(self, name: str):
+        """The kernel record; ValueError where the stack has none of that name."""
+        return kernels.get(name)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """A stored array (uint16 is bfloat16) on the device."""
+        return jax.device_put(array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array)
+
+    def take(self, x: jax.Array) -> np.ndarray:
+        """A result as float64 NumPy."""
+        return np.asarray(x).astype(np.float64)
+
+    def finish(self, result: Any = None) -> None:
+        """Waits until the result is there."""
+        jax.block_until_ready(result)
+
+    def prepare(self, kernel, problem: AttentionProblem) -> Any:
+        """The kernel's operands, finished."""
+        return jax.block_until_ready(kernel.prepare(problem))
+
+    def compile(self, function: Callable, *arguments) -> tuple[Callable, float, Any]:
+        """(callable, seconds of tracing and compiling, its first result)."""
+        began = time.perf_counter()
+        compiled = jax.jit(function).lower(*arguments).compile()
+        seconds = time.perf_counter() - began
+        return compiled, seconds, jax.block_until_ready(compiled(*arguments))
+
+    def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
+        """sample(n) -> seconds of call(n); on a GPU by differences, see `bench.timing.difference_sampler`.
+
+        JAX hands out no events on its stream, and its profiler leaves out the gaps between kernels that events see.
+        """
+        if not self.on_gpu:
+            return wall_sampler(call, self.finish)
+        batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
+        return difference_sampler(call, self.finish, self._flush() if cold else None, batch)
+
+    @functools.cache  # noqa: B019 - one stack lives as long as its process
+    def _flush(self) -> Callable[[], Any]:
+        add = jax.jit(lambda x: x + 1, donate_argnums=0)
+        held = [jnp.zeros(FLUSH_BYTES // 4, jnp.int32)]
+
+        def flush():
+            held[0] = add(held[0])
+            return held[0]
+        return flush
+
+    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int | None:
+        """Memory of the compiled program: its operands, results and temporaries."""
+        found = compiled.memory_analysis()  # type: ignore[attr-defined]
+        if found is None:
+            return None
+        return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+
+    def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
+        """call(n) of a square matrix product in a dtype, and its FLOPs."""
+        a, b = (jax.random.normal(jax.random.key(n), (size, size)).astype(dtype) for n in range(2))
+        product = jax.jit(functools.partial(jnp.matmul, precision="highest" if dtype == "float32" else None))
+        return lambda n: product(a, b), 2 * size**3
+
+    def copy(self, size: int) -> tuple[Callable[[int], Any], int]:
+        """call(n) of a copy of `size` bytes on the device, and the bytes it reads and writes."""
+        source = jnp.ones(size // 4, jnp.float32)
+        add = jax.jit(lambda x: x + 1)  # a plain copy would be left out by the compiler
+        return lambda n: add(source), 2 * size
+
+    def release(self) -> None:
+        """Gives unused memory back: live buffers are dropped with their last reference, nothing else to do."""
+
+
+def set_threads() -> None:
+    """XLA's CPU client takes all cores by itself."""

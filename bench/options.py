@@ -1,0 +1,129 @@
+"""The absl flags that the binaries share, and what they mean: cases, options of a run. Bad values are named."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+import jax_impl.kernels
+import torch_impl.kernels
+from bench.cases import DRAWN_MASKS, STACKS, Case, ProblemSpec, differing
+from bench.engine import Options
+from bench.timing import Protocol
+from workload.masks import STATIC_MASKS
+from workload.problem import ITEM_BYTES, PASSES
+from workload.suite import ALL_BUILDERS
+
+KERNELS = {"jax": jax_impl.kernels.NAMES, "torch": torch_impl.kernels.NAMES}
+ALL_KERNELS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def tokens(text: str) -> int:
+    """A length in tokens: 8192, 8K or 1M (binary units). ValueError names what is none.
+
+    >>> tokens("8K"), tokens("100")
+    (8192, 100)
+    """
+    found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    if not found or not int(found[1]):
+        raise ValueError(f"{text!r} is no length in tokens (8192, 8K, 1M)")
+    return int(found[1]) * UNITS[found[2].lower()]
+
+
+def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """The values, "all" standing for all allowed ones. ValueError names the first that is not allowed."""
+    if list(values) == ["all"]:
+        return tuple(allowed)
+    for value in values:
+        if value not in allowed:
+            raise ValueError(f"--{label}: {value!r} is none of all, {', '.join(allowed)}")
+    if not values:
+        raise ValueError(f"--{label}: empty")
+    return tuple(dict.fromkeys(values))
+
+
+def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str] = ("1K", "2K", "4K", "8K"),
+           out: str = "out/dense.jsonl") -> None:
+    """Defines the shared flags; a binary calls this once, before `app.run`."""
+    flags.DEFINE_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
+    flags.DEFINE_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")
+    flags.DEFINE_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    flags.DEFINE_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
+    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
+    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
+    flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
+    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    flags.DEFINE_string(
+        "documents", "auto",
+        "Where document lengths come from: auto (Pile to 8K, ProLong-64K to 64K, ProLong-512K above), pile, "
+        "prolong64k, prolong512k, or lengths that sum to the one sequence length, as 3000+1000+96.")
+    flags.DEFINE_integer("packs", 1, "Packs of documents and draws of mask parameters: seeds --seed and on.",
+                         lower_bound=1)
+    flags.DEFINE_float("long_share", 0.0, "Share of tokens in documents of 8K to 30K tokens (the paper mixes 0.6).",
+                       lower_bound=0, upper_bound=1)
+    flags.DEFINE_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
+                       upper_bound=1)
+    flags.DEFINE_integer("window", 1024, "Window of the sliding masks in tokens, inclusive.", lower_bound=0)
+    flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
+    flags.DEFINE_integer("sparse_block", 128, "Block of the dynamic masks in tokens.", lower_bound=1)
+    flags.DEFINE_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
+    flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
+    flags.DEFINE_string("out", out, "Record file: one JSON line a row.")
+    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    flags.DEFINE_float("deadline", 180.0, "Seconds a row may take, compilation included.", lower_bound=1)
+    flags.DEFINE_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
+    flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
+    flags.DEFINE_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
+
+
+def cases(values: flags.FlagValues) -> list[Case]:
+    """The rows that the flags ask for, each built once to see that it is one. ValueError names the flag."""
+    stacks = choose("stack", values.stack, STACKS)
+    kernels = choose("kernels", values.kernels, ALL_KERNELS)
+    masks = choose("masks", values.masks, ALL_BUILDERS)
+    passes = choose("passes", values.passes, PASSES)
+    try:
+        seqlens = [tokens(text) for text in values.seqlens]
+    except ValueError as problem:
+        raise ValueError(f"--seqlens: {problem}") from problem
+    if values.q_heads % values.kv_heads:
+        raise ValueError(f"--kv_heads: {values.kv_heads} does not divide --q_heads {values.q_heads}")
+    if not values.document_cap:
+        raise ValueError("--document_cap: 0 leaves no document")
+    settings = differing(
+        documents=_documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
+        window=values.window, block=values.block, sparse_block=values.sparse_block, density=values.density)
+    specs = [
+        ProblemSpec(mask, n, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim, values.dtype, seed,
+                    settings)
+        for n in seqlens for mask in masks
+        for seed in range(values.seed, values.seed + (values.packs if mask in DRAWN_MASKS else 1))
+    ]
+    return [
+        Case(stack, kernel, which, spec)
+        for spec in specs for stack in stacks for kernel in kernels if kernel in KERNELS[stack] for which in passes
+    ]
+
+
+def _documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
+    if not text or not text[0].isdigit():
+        return text  # `SuiteSettings` names a data set that there is not
+    try:
+        lengths = tuple(int(x) for x in text.split("+"))
+    except ValueError as problem:
+        raise ValueError(f"--documents: {text!r} is neither a data set nor lengths as 3000+1000") from problem
+    for n in seqlens:
+        if sum(lengths) != n:
+            raise ValueError(f"--documents: {text} sums to {sum(lengths)}, --seqlens has {n}")
+    return lengths
+
+
+def options(values: flags.FlagValues) -> Options:
+    """How the run goes, from the flags."""
+    return Options(
+        Path(values.out), values.resume, values.deadline, int(values.memory_gib * 2**30) or None,
+        Protocol(samples=values.samples, least=min(3, values.samples), seconds=values.seconds))

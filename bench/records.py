@@ -1,0 +1,100 @@
+"""Records: one JSON line a row, flushed as it is made, found again by its key.
+
+A row is a dict with at least `key` (unique in a file), `kind`, `case`, `status`, `reason` and `environment`;
+`bench/attention_task.py` says what an attention row holds besides. A run that was killed leaves whole lines and at
+most one torn last line (it lacks its newline), which reading skips and appending cuts off.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+STATUSES = ("ok", "unsupported", "out_of_memory", "mismatch", "error", "timeout")
+NEEDED = ("key", "kind", "case", "status", "reason", "environment")
+
+
+def validate(row: dict[str, Any]) -> None:
+    """Raises ValueError naming the field that a row lacks or that holds what it may not."""
+    for field in NEEDED:
+        if field not in row:
+            raise ValueError(f"record: lacks {field}")
+    if row["status"] not in STATUSES:
+        raise ValueError(f"status: {row['status']!r} is none of {', '.join(STATUSES)}")
+    if row["status"] != "ok" and not row["reason"]:
+        raise ValueError(f"reason: a row with status {row['status']} needs one")
+
+
+def _plain(value):
+    """JSON has no NaN and no infinity: they are written as the strings "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class Writer:
+    """Appends rows to a file; each is on disk when `write` returns. Refuses a key that it has."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.keys = {row["key"] for row in read(self.path)}
+        _cut_torn_line(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Adds one row. Raises ValueError where it is no record or its key is taken."""
+        validate(row)
+        if row["key"] in self.keys:
+            raise ValueError(f"key: {row['key']!r} is in {self.path} already")
+        self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.keys.add(row["key"])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def read(*paths: str | Path) -> list[dict[str, Any]]:
+    """All rows of files in order; absent files hold none. Raises ValueError on a broken whole line."""
+    return [row for path in paths for row in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    *lines, _ = path.read_bytes().split(b"\n")  # what stands behind the last newline was cut short
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            validate(row)
+        except (ValueError, TypeError) as problem:
+            raise ValueError(f"{path}:{number}: {problem}") from problem
+        yield row
+
+
+def _cut_torn_line(path: Path) -> None:
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def select(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """The rows whose top-level or case fields equal all of `wanted`."""
+    def fits(row):
+        return all(row.get(k, row["case"].get(k)) == v for k, v in wanted.items())
+    return [row for row in rows if fits(row)]

@@ -1,0 +1,167 @@
+"""One timing protocol for both stacks: warm up until steady, sample, report median and spread.
+
+What a sample is depends on the machine and is the stack adapter's business (`bench/jax_stack.py`,
+`bench/torch_stack.py`): seconds of device time on a GPU, with the L2 cache flushed before the timed region and the
+flush outside it; seconds of wall time on a CPU. The loop, the statistics and the two plausibility checks stand here
+once, so both stacks are measured alike.
+"""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
+SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How long to measure.
+
+    Attributes:
+      samples: samples wanted.
+      least: samples taken even when the time is up.
+      seconds: time after which no further sample is begun.
+      steady: warm-up ends when the last three samples lie within this share of their median.
+      warmups: the most samples the warm-up takes (three at least).
+    """
+
+    samples: int = 15
+    least: int = 3
+    seconds: float = 1.0
+    steady: float = 0.05
+    warmups: int = 12
+
+    def __post_init__(self):
+        for name in ("samples", "least"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} < 1")
+        if self.seconds <= 0 or self.steady <= 0:
+            raise ValueError("seconds and steady must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Samples in seconds, and what is told of them.
+
+    >>> t = Timing((3.0, 1.0, 2.0))
+    >>> t.minimum, t.median, t.maximum
+    (1.0, 2.0, 3.0)
+    """
+
+    samples: tuple[float, ...]
+    warmups: int = 0
+
+    @property
+    def minimum(self) -> float:
+        """The fastest sample."""
+        return min(self.samples)
+
+    @property
+    def maximum(self) -> float:
+        """The slowest sample."""
+        return max(self.samples)
+
+    @property
+    def median(self) -> float:
+        """The median: what rates are computed from."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles over the median; 0 for a single sample."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.median if self.median else math.inf
+
+    def record(self) -> dict:
+        """As it stands in a row."""
+        return {
+            "samples": list(self.samples), "median": self.median, "min": self.minimum, "max": self.maximum,
+            "spread": self.spread, "warmups": self.warmups,
+        }
+
+
+def measure(sample: Callable[[int], float], protocol: Protocol = Protocol()) -> Timing:
+    """Warms up, then samples.
+
+    Args:
+      sample: sample(n) runs the work on input set n (callers take it modulo the sets they have) and returns the
+        seconds of that run, waiting until it is finished.
+      protocol: how long.
+    """
+    began = time.perf_counter()
+    warm: list[float] = []
+    while len(warm) < max(3, protocol.warmups) and not _steady(warm[-3:], protocol.steady):
+        warm.append(sample(len(warm)))
+        if time.perf_counter() - began > protocol.seconds and len(warm) >= 1:
+            break
+    began = time.perf_counter()
+    taken: list[float] = []
+    while len(taken) < protocol.samples:
+        taken.append(sample(len(warm) + len(taken)))
+        if len(taken) >= protocol.least and time.perf_counter() - began > protocol.seconds:
+            break
+    return Timing(tuple(taken), len(warm))
+
+
+def _steady(last: list[float], share: float) -> bool:
+    return len(last) == 3 and max(last) - min(last) <= share * statistics.median(last)
+
+
+def wall(call: Callable[[], object], finish: Callable[[object], object]) -> float:
+    """Seconds from the call until `finish` has waited for its result: an asynchronous call is never timed alone."""
+    began = time.perf_counter()
+    finish(call())
+    return time.perf_counter() - began
+
+
+def wall_sampler(call: Callable[[int], object], finish: Callable[[object], object]) -> Callable[[int], float]:
+    """sample(n) for work that runs on the host: wall time to the finished result."""
+    return lambda n: wall(lambda: call(n), finish)
+
+
+def difference_sampler(
+    call: Callable[[int], object],
+    finish: Callable[[object], object],
+    flush: Callable[[], object] | None,
+    batch: int,
+) -> Callable[[int], float]:
+    """sample(n) of device time for a stack that hands out no device events.
+
+    `batch` runs are enqueued without waiting, each behind a flush of the cache; then as many flushes alone. Host and
+    device overlap alike in both, so (T(flush and run) - T(flush)) / batch is the device time of a run: launch latency,
+    the flush and the final wait cancel. Without a flush (warm cache) twice as many runs are compared with as many.
+    """
+    def total(work, count, n):
+        def enqueue():
+            result = None
+            for k in range(count):
+                result = work(n + k)
+            return result
+        return wall(enqueue, finish)
+
+    def flushed(n):
+        flush()
+        return call(n)
+
+    if flush is None:
+        return lambda n: (total(call, 2 * batch, n) - total(call, batch, n)) / batch
+    return lambda n: (total(flushed, batch, n) - total(lambda _: flush(), batch, n)) / batch
+
+
+def above_ceiling(rate: float, peak: float) -> str | None:
+    """Why a rate in FLOP/s cannot be true: above the matrix peak measured on this machine; None where it can."""
+    if rate > CEILING_SLACK * peak:
+        return f"rate {rate / 1e12:.4g} TFLOP/s is above the measured matrix peak of {peak / 1e12:.4g} TFLOP/s"
+    return None
+
+
+def above_dense(rate: float, dense_rate: float) -> str | None:
+    """A flag for a masked rate above 1.1 x the same kernel's rate under the full mask; None where all is well."""
+    if rate > SPARSE_SLACK * dense_rate:
+        return f"{rate / dense_rate:.2f} x the same kernel's rate under the full mask"
+    return None

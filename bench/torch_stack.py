@@ -1,0 +1,133 @@
+"""The bench's view of the PyTorch stack, inside a worker; its twin is bench/jax_stack.py."""
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.timing import wall_sampler
+from torch_impl import kernels
+from workload.problem import AttentionProblem
+
+FLUSH_BYTES = 256 << 20  # several times the L2 of any card
+
+
+class Stack:
+    """What a measurement needs of a stack: arrays, compiled passes, timers, memory, environment."""
+
+    name = "torch"
+
+    def __init__(self):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.on_gpu = self.device == "cuda"
+        self.timer = "CUDA events around each call" if self.on_gpu else "wall time"
+        self.memory_method = "torch.cuda.max_memory_allocated" if self.on_gpu else "peak resident set, operands included"
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and device of this stack."""
+        found = {"torch": torch.__version__, "backend": self.device}
+        if self.on_gpu:
+            found |= {
+                "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(), "capability": list(torch.cuda.get_device_capability()),
+            }
+        else:
+            found |= {"threads": torch.get_num_threads()}
+        return found
+
+    def kernel(self, name: str):
+        """The kernel record; ValueError where the stack has none of that name."""
+        return kernels.get(name)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """A stored array (uint16 is bfloat16) on the device."""
+        if array.dtype == np.uint16:
+            return torch.from_numpy(array.view(np.int16)).to(self.device).view(torch.bfloat16)
+        return torch.from_numpy(array).to(self.device)
+
+    def take(self, x: torch.Tensor) -> np.ndarray:
+        """A result as float64 NumPy."""
+        return x.detach().double().cpu().numpy()
+
+    def finish(self, result: Any = None) -> None:
+        """Waits until all work is done."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def prepare(self, kernel, problem: AttentionProblem) -> Any:
+        """The kernel's operands, finished."""
+        operands = kernel.prepare(problem, torch.device(self.device))
+        self.finish()
+        return operands
+
+    def compile(self, function: Callable, *arguments) -> tuple[Callable, float, Any]:
+        """(callable, seconds of its first call, its first result): Triton and Inductor compile at the first call."""
+        def run(*args):
+            with torch.no_grad():
+                return function(*args)
+        began = time.perf_counter()
+        first = run(*arguments)
+        self.finish()
+        return run, time.perf_counter() - began, first
+
+    def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
+        """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed."""
+        if not self.on_gpu:
+            return wall_sampler(call, self.finish)
+        flush = self._flush_buffer() if cold else None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def sample(n):
+            if flush is not None:
+                flush.zero_()
+            begin.record()
+            result = call(n)
+            end.record()
+            end.synchronize()
+            del result
+            return begin.elapsed_time(end) / 1e3
+        return sample
+
+    @functools.cache  # noqa: B019 - one stack lives as long as its process
+    def _flush_buffer(self):
+        return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+
+    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int:
+        """Most memory held while the call runs, its operands included."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            result = call()
+            self.finish()
+            del result
+            return torch.cuda.max_memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident set
+        result = call()
+        del result
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
+        """call(n) of a square matrix product in a dtype, and its FLOPs."""
+        a, b = (torch.randn(size, size, device=self.device).to(getattr(torch, dtype)) for _ in range(2))
+        return lambda n: a @ b, 2 * size**3
+
+    def copy(self, size: int) -> tuple[Callable[[int], Any], int]:
+        """call(n) of a copy of `size` bytes on the device, and the bytes it reads and writes."""
+        source = torch.ones(size // 4, device=self.device)
+        target = torch.empty_like(source)
+        return lambda n: target.copy_(source), 2 * size
+
+    def release(self) -> None:
+        """Gives unused memory back, so that the other stack's worker on the same card can have it."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def set_threads() -> None:
+    """Both stacks compute on all cores of a CPU."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,0 +1,49 @@
+"""The worker's side: reads requests, calls the named function, answers; see `bench/workers.py`."""
+
+import importlib
+import json
+import os
+import resource
+import sys
+import traceback
+
+from bench.workers import MEMORY_WORDS
+from workload.errors import Unsupported
+
+
+def failure_of(problem: BaseException) -> dict[str, str]:
+    """Status and reason of an exception: unsupported, out_of_memory or error."""
+    text = f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, Unsupported):
+        return {"status": "unsupported", "reason": str(problem)}
+    short = " | ".join(line for line in text.splitlines() if line.strip())[:600]
+    if isinstance(problem, MemoryError) or any(word in text.lower() for word in MEMORY_WORDS):
+        return {"status": "out_of_memory", "reason": short}
+    return {"status": "error", "reason": short}
+
+
+def answer(line: str) -> dict:
+    """The answer to one request: {"value": ...} or {"failure": {"status": ..., "reason": ...}}."""
+    request = json.loads(line)
+    module, _, name = request["task"].partition(":")
+    try:
+        return {"value": getattr(importlib.import_module(module), name)(**request["arguments"])}
+    except Exception as problem:  # whatever a kernel raises is a row, and the traceback is in the worker's log
+        traceback.print_exc()
+        return {"failure": failure_of(problem)}
+
+
+def main(read_from: int, write_to: int, memory: int) -> None:
+    """Serves until the parent closes its end."""
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    with open("/proc/self/oom_score_adj", "w") as score:  # where memory runs out, the worker goes, not its parent
+        score.write("1000")
+    with os.fdopen(read_from) as requests, os.fdopen(write_to, "w") as answers:
+        for line in requests:
+            answers.write(json.dumps(answer(line)) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main(*(int(x) for x in sys.argv[1:]))
