@@ -1,0 +1,116 @@
+"""The public call of the JAX stack: gradients, refusals, trace counts; twin of tests/torch_impl/test_attention.py."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl.attention import attend, attention
+from jax_impl.kernels import base, naive
+from tests.conformance import relative_error
+from workload import masks
+from workload.block_masks import uniform_block, variable_block
+from workload.capability import Capability
+from workload.documents import pack
+from workload.errors import Unsupported
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
+
+MASKS = [masks.prefix_lm_document(11, 14, [5, 0, 9], [2, 0, 4]), variable_block(11, 14, 3, 3, 1, 0.5, causal=True)]
+
+
+def operands(mask, heads=(6, 3), dim=5, seed=0):
+    """q, k, v, dout in float32, two batches."""
+    rng = np.random.default_rng(seed)
+    lengths, counts = (mask.q_len, mask.kv_len, mask.kv_len, mask.q_len), (heads[0], heads[1], heads[1], heads[0])
+    shapes = [(2, n, h, dim) for n, h in zip(lengths, counts)]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.name)
+def test_gradients_flow_through_out(mask):
+    q, k, v, dout = operands(mask)
+    want = attention_oracle(q, k, v, mask, 0.3, dout)
+    (out, lse), pull = jax.vjp(lambda *x: attention(*x, mask, scale=0.3), q, k, v)
+    got = (out, lse, *pull((dout, jnp.ones_like(lse))))
+    for name, value in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
+        assert relative_error(value, getattr(want, name)) < 2e-6, name
+
+
+def test_lse_is_a_constant_to_differentiation():
+    q, k, v, _ = operands(MASKS[0])
+    gradient = jax.grad(lambda q: attention(q, k, v, MASKS[0])[1].sum())(q)
+    assert not gradient.any()
+
+
+def test_default_scale():
+    """B7, B8: head_dim ** -0.5 of the head as the caller has it."""
+    q, k, v, _ = operands(MASKS[0], dim=80)
+    np.testing.assert_array_equal(attention(q, k, v, MASKS[0])[0], attention(q, k, v, MASKS[0], scale=80**-0.5)[0])
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda q, k, v: (q, k, v[:, :, :2]), r"v: shape \(2, 14, 2, 5\), the problem's is \(2, 14, 3, 5\)"),  # M16
+        (lambda q, k, v: (q, k[:, :-1], v), "k: shape"),  # L6
+        (lambda q, k, v: (q[:, :-1], k, v), "q: shape"),  # L6
+        (lambda q, k, v: (q, k, v.astype(jnp.bfloat16)), "v: dtype bfloat16, q has float32"),
+        (lambda q, k, v: (q[0], k, v), "q: shape .* is not"),
+        (lambda q, k, v: (q, k[:, :, :2], v), "v: shape"),
+        (lambda q, k, v: (q[:, :, :4], k, v), "kv_heads: 3 does not divide q_heads 4"),
+    ],
+)
+def test_operands_that_disagree_are_refused_by_name(change, message):
+    q, k, v, _ = operands(MASKS[0])
+    with pytest.raises(ValueError, match=message):
+        attention(*change(q, k, v), MASKS[0])
+
+
+def test_other_kernels_are_refused_by_name():
+    q, k, v, _ = operands(MASKS[0])
+    with pytest.raises(ValueError, match="kernel: 'fastest' is none of naive"):
+        attention(q, k, v, MASKS[0], kernel="fastest")
+
+
+def test_refusal_names_kernel_and_argument():
+    """E16: before any launch."""
+    kernel = base.Kernel("narrow", Capability(("full",), head_dims=(64,)), naive.prepare, naive.forward)
+    with pytest.raises(Unsupported, match="jax kernel narrow: does not take mask causal"):
+        kernel.require(AttentionProblem(masks.causal(4, 5)))
+    away = base.Kernel("away", Capability(("causal",)), naive.prepare, naive.forward, available=lambda: "needs a moon")
+    with pytest.raises(Unsupported, match="jax kernel away: needs a moon"):
+        away.require(AttentionProblem(masks.causal(4, 5)))
+
+
+def test_a_kernel_without_backward_says_so(monkeypatch):
+    forward_only = base.Kernel("half", Capability(("full",), passes=("forward",)), naive.prepare, naive.forward)
+    monkeypatch.setattr("jax_impl.kernels.get", lambda name: forward_only)
+    q, k, v, _ = operands(masks.full(3, 4))
+    with pytest.raises(Unsupported, match="jax kernel half: has no backward pass"):
+        jax.grad(lambda q: attention(q, k, v, masks.full(3, 4), kernel="half")[0].sum())(q)
+
+
+@pytest.mark.parametrize("kernel", ["naive", "sdpa"])
+def test_new_documents_compile_nothing(kernel):
+    """Documents, windows and blocks are data: one trace serves every pack of a shape, forward and backward."""
+    packs = [masks.causal_document(120, 120, pack(120, "pile", seed=s)) for s in range(4)]
+    others = [masks.causal_sliding_window(120, 120, 9), masks.prefix_lm_causal(120, 120, 31)]
+    count(kernel, packs + others)
+    count(kernel, [uniform_block(60, 90, 1, 16, 0.4, seed=s, causal=bool(s % 2)) for s in range(3)])
+
+
+def count(kernel, some_masks):
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(q, k, v, prepared):
+        return jax.grad(lambda *x: attend(kernel, 0.5, *x, prepared)[0].sum(), argnums=(0, 1, 2))(q, k, v)
+
+    from jax_impl import kernels
+
+    for seed, mask in enumerate(some_masks):
+        q, k, v, _ = operands(mask, seed=seed)
+        step(q, k, v, kernels.get(kernel).prepare(AttentionProblem(mask, 2, 6, 3, 5, "float32")))

@@ -1,0 +1,107 @@
+"""The public call of the PyTorch stack: gradients, refusals, strides; twin of tests/jax_impl/test_attention.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conformance import relative_error
+from torch_impl.attention import attention
+from torch_impl.kernels import base, naive
+from workload import masks
+from workload.block_masks import variable_block
+from workload.capability import Capability
+from workload.errors import Unsupported
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
+
+MASKS = [masks.prefix_lm_document(11, 14, [5, 0, 9], [2, 0, 4]), variable_block(11, 14, 3, 3, 1, 0.5, causal=True)]
+
+
+def operands(mask, heads=(6, 3), dim=5, seed=0):
+    """q, k, v, dout in float32, two batches."""
+    rng = np.random.default_rng(seed)
+    lengths, counts = (mask.q_len, mask.kv_len, mask.kv_len, mask.q_len), (heads[0], heads[1], heads[1], heads[0])
+    shapes = [(2, n, h, dim) for n, h in zip(lengths, counts)]
+    return [torch.tensor(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.name)
+def test_gradients_flow_through_out(mask):
+    q, k, v, dout = operands(mask)
+    want = attention_oracle(q, k, v, mask, 0.3, dout)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, mask, scale=0.3)
+    out.backward(dout)
+    got = (out.detach(), lse, *(x.grad for x in leaves))
+    for name, value in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
+        assert relative_error(value, getattr(want, name)) < 2e-6, name
+
+
+def test_lse_is_a_constant_to_differentiation():
+    q, k, v, _ = operands(MASKS[0])
+    _, lse = attention(q.requires_grad_(), k, v, MASKS[0])
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("kernel", ["naive", "sdpa"])
+def test_strided_operands(kernel):
+    """G2's kind: views of a packed projection, and a transposed layout, give what contiguous copies give."""
+    mask = masks.causal_document(13, 13, [4, 9])
+    packed = torch.randn(2, 13, 6, 3 * 8, generator=torch.Generator().manual_seed(1))
+    q, k, v = packed.split(8, dim=-1)
+    got = attention(q, k, v, mask, kernel=kernel)
+    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    want = attention(*(x.contiguous() for x in (q, k, v)), mask, kernel=kernel)
+    for views in (got, attention(*swapped, mask, kernel=kernel)):
+        for a, b in zip(views, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_default_scale():
+    """B7, B8: head_dim ** -0.5 of the head as the caller has it."""
+    q, k, v, _ = operands(MASKS[0], dim=80)
+    assert attention(q, k, v, MASKS[0])[0].equal(attention(q, k, v, MASKS[0], scale=80**-0.5)[0])
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda q, k, v: (q, k, v[:, :, :2]), r"v: shape \(2, 14, 2, 5\), the problem's is \(2, 14, 3, 5\)"),  # M16
+        (lambda q, k, v: (q, k[:, :-1], v), "k: shape"),  # L6
+        (lambda q, k, v: (q[:, :-1], k, v), "q: shape"),  # L6
+        (lambda q, k, v: (q, k, v.bfloat16()), "v: torch.bfloat16 on cpu, q has torch.float32"),
+        (lambda q, k, v: (q, k.to("meta"), v), "k: torch.float32 on meta, q has torch.float32 on cpu"),  # H6
+        (lambda q, k, v: (q[0], k, v), "q: shape .* is not"),
+        (lambda q, k, v: (q, k[:, :, :2], v), "v: shape"),
+        (lambda q, k, v: (q[:, :, :4], k, v), "kv_heads: 3 does not divide q_heads 4"),
+    ],
+)
+def test_operands_that_disagree_are_refused_by_name(change, message):
+    q, k, v, _ = operands(MASKS[0])
+    with pytest.raises(ValueError, match=message):
+        attention(*change(q, k, v), MASKS[0])
+
+
+def test_other_kernels_are_refused_by_name():
+    q, k, v, _ = operands(MASKS[0])
+    with pytest.raises(ValueError, match="kernel: 'fastest' is none of naive"):
+        attention(q, k, v, MASKS[0], kernel="fastest")
+
+
+def test_refusal_names_kernel_and_argument():
+    """E16: before any launch."""
+    kernel = base.Kernel("narrow", Capability(("full",), head_dims=(64,)), naive.prepare, naive.forward)
+    with pytest.raises(Unsupported, match="torch kernel narrow: does not take mask causal"):
+        kernel.require(AttentionProblem(masks.causal(4, 5)))
+    away = base.Kernel("away", Capability(("causal",)), naive.prepare, naive.forward, available=lambda: "needs a moon")
+    with pytest.raises(Unsupported, match="torch kernel away: needs a moon"):
+        away.require(AttentionProblem(masks.causal(4, 5)))
+
+
+def test_a_kernel_without_backward_says_so(monkeypatch):
+    forward_only = base.Kernel("half", Capability(("full",), passes=("forward",)), naive.prepare, naive.forward)
+    monkeypatch.setattr("torch_impl.kernels.get", lambda name: forward_only)
+    q, k, v, _ = operands(masks.full(3, 4))
+    out, _ = attention(q.requires_grad_(), k, v, masks.full(3, 4), kernel="half")
+    with pytest.raises(Unsupported, match="torch kernel half: has no backward pass"):
+        out.sum().backward()
