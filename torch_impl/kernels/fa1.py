@@ -61,7 +61,6 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     want = out_dtype or q.dtype
     if not q_len or not kv_len:
         return out[..., :d].to(want), top
-    q, scale, _ = support.positive_scale(q, scale)
     q, k, v = (support.computed(x) for x in (q, k, v))
     dim = support.padded_dim(d)
     starts, ends, *runs, _, full_slots, partial_slots = walk.arguments()
@@ -83,7 +82,6 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     dq = _padded(b, q_len, q_heads, d, q.device)
     dk, dv = (torch.zeros(b, kv_len, q_heads, d, dtype=torch.float32, device=q.device) for _ in range(2))
     if q_len and kv_len:
-        q, scale, sign = support.positive_scale(q, scale)
         q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
         delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
         dim = support.padded_dim(d)
@@ -93,7 +91,6 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
             cols(q), rows(k), rows(v), cols(dout), dq, rows(dk), rows(dv), lse.contiguous(), delta, starts, ends, *runs,
             full_slots, partial_slots, q_len, kv_len, q_heads, q_heads // kv_heads, scale, scale * support.LOG2E,
             R=starts.shape[0], M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q), **launch.options())
-        dq *= sign
     dk, dv = (x.reshape(b, kv_len, kv_heads, -1, d).sum(dim=3) for x in (dk, dv))
     return tuple(x.to(t) for x, t in zip((dq[..., :d], dk, dv), wants, strict=True))
 

@@ -6,6 +6,7 @@ Metadata is O(q_len + kv_len). Wang et al., FlashMask, 2024; Dao, FlashAttention
 """
 
 import dataclasses
+import math
 
 import torch
 
@@ -20,20 +21,20 @@ NAME = "flashmask"
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """The launches of a problem. `query` is None where the key pass adds dq into float32 memory itself."""
+    """The launches of a problem: forward, dk and dv (keys own the tiles), dq."""
 
     forward: Launch
     key: Launch
-    query: Launch | None = None
+    query: Launch
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashMaskOperands:
-    """The walks of the three passes; `query` is None where the key pass makes dq."""
+    """The walks of the three passes."""
 
     forward: RunWalk
     key: RunWalk
-    query: RunWalk | None
+    query: RunWalk
 
 
 def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
@@ -68,11 +69,18 @@ def prepare(problem: AttentionProblem, device=None, *, launches: Launches | None
     chosen = launches or launches_for(problem.head_dim, dtype, support.arch(device))
     forward = run_walk(problem.mask, chosen.forward, device)
     key = run_walk(problem.mask.transpose(), chosen.key, device)
-    if chosen.query is None:
-        return FlashMaskOperands(forward, key, None)
     same = (chosen.query.rows, chosen.query.cols) == (chosen.forward.rows, chosen.forward.cols)
     query = dataclasses.replace(forward, launch=chosen.query) if same else run_walk(problem.mask, chosen.query, device)
     return FlashMaskOperands(forward, key, query)
+
+
+def _split_scale(scale: float) -> tuple[float, float]:
+    """(sign, size), size > 0, of a logit scale: the kernels take a row's maximum before they scale it.
+
+    >>> _split_scale(-0.5), _split_scale(0.0)
+    ((-1.0, 0.5), (0.0, 1.0))
+    """
+    return (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
 
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
@@ -85,36 +93,29 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     lse = torch.empty(b, q_heads, q_len, dtype=torch.float32, device=q.device)
     if not q_len or not kv_len:
         return out.zero_(), lse.fill_(-torch.inf)
-    q, scale, _ = support.positive_scale(q, scale)
     q, k, v = (support.computed(x) for x in (q, k, v))
+    sign, size = _split_scale(scale)
     group, dim = q_heads // kv_heads, support.padded_dim(d)
     section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
     forward_kernel[(walk.order.shape[0] * b * q_heads,)](
         support.descriptor(q, launch.rows, dim), support.descriptor(k, launch.cols, dim),
         support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse, *walk.arguments(),
-        q_len, q_heads, group, section, scale * support.LOG2E, R=walk.starts.shape[0], M=launch.rows, N=launch.cols,
-        D=dim, PRECISION=support.precision(q), **launch.options())
+        q_len, q_heads, group, section, size * support.LOG2E, sign, R=walk.starts.shape[0], M=launch.rows,
+        N=launch.cols, D=dim, PRECISION=support.precision(q), **launch.options())
     return out, lse
 
 
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse, out and delta may belong to a larger problem; see WORKSPACE.md for the contract."""
-    fused = operands.query is None
-    dq = torch.empty(q.shape, dtype=torch.float32 if fused else grad_dtype or q.dtype, device=q.device)
-    dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (q, k, v))
     if not q.shape[1] or not k.shape[1]:
-        return dq.zero_().to(grad_dtype or q.dtype), dk.zero_(), dv.zero_()
-    want = grad_dtype or q.dtype
-    q, scale, sign = support.positive_scale(q, scale)
+        return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
     delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
     lse = lse.contiguous()
-    if fused:
-        dq.zero_()
-    else:
-        _query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
-    _key_gradient(q, k, v, dout, dq, dk, dv, lse, delta, operands.key, scale, fused)
-    return (dq if sign == 1.0 else dq * sign).to(want), dk, dv
+    _query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
+    _key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+    return dq, dk, dv
 
 
 def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
@@ -124,16 +125,16 @@ def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
     launch, dim = walk.launch, support.padded_dim(q.shape[3])
     (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
     rows, cols = ((lambda x, n=n: support.descriptor(x, n, dim)) for n in (launch.rows, launch.cols))
-    group = q_heads // kv_heads
+    group, (sign, size) = q_heads // kv_heads, _split_scale(scale)
     section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
     query_gradient_kernel[(walk.order.shape[0] * b * q_heads,)](
         rows(q), cols(k), cols(v), rows(dout), rows(dq), lse, delta, *walk.arguments(), q_len, q_heads, group, section,
-        scale, scale * support.LOG2E, R=walk.starts.shape[0], M=launch.rows, N=launch.cols, D=dim,
+        scale, size * support.LOG2E, sign, R=walk.starts.shape[0], M=launch.rows, N=launch.cols, D=dim,
         PRECISION=support.precision(q), **launch.options())
 
 
-def _key_gradient(q, k, v, dout, dq, dk, dv, lse, delta, walk, scale, fused):
-    """Writes dk and dv, key tile by key tile; where fused it also adds into float32 dq."""
+def _key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
+    """Writes dk and dv, key tile by key tile."""
     from torch_impl.kernels.flashmask_triton import key_gradient_kernel
 
     launch, dim = walk.launch, support.padded_dim(q.shape[3])
@@ -142,9 +143,9 @@ def _key_gradient(q, k, v, dout, dq, dk, dv, lse, delta, walk, scale, fused):
     group = q_heads // kv_heads
     section = support.heads_per_section(b * kv_heads, 2 * group * q_len * d * q.element_size())
     key_gradient_kernel[(walk.order.shape[0] * b * kv_heads,)](
-        cols(q), rows(k), rows(v), cols(dout), cols(dq) if fused else None, rows(dk), rows(dv), lse, delta,
+        cols(q), rows(k), rows(v), cols(dout), rows(dk), rows(dv), lse, delta,
         *walk.arguments(), q_len, kv_len, q_heads, group, section, scale, scale * support.LOG2E, R=walk.starts.shape[0],
-        M=launch.cols, N=launch.rows, D=dim, FUSED=fused, PRECISION=support.precision(q), **launch.options())
+        M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q), **launch.options())
 
 
 KERNEL = Kernel(

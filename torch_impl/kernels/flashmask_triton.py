@@ -38,13 +38,20 @@ def _advance(begin, end, runs, head, run, tile, stop):
 @triton.jit
 def seen(starts, ends, rows, cols, length, R: tl.constexpr):
     """Visible cells [rows, cols] of a tile; intervals are those of `rows`, of which there are `length`."""
-    inside = rows < length
-    cells = tl.zeros([rows.shape[0], cols.shape[0]], tl.int1)
-    for r in tl.static_range(R):
-        lo = tl.load(starts + r * length + rows, mask=inside, other=0)
-        hi = tl.load(ends + r * length + rows, mask=inside, other=0)
-        cells = cells | ((cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None]))
+    cells = _between(starts, ends, rows, cols, length)
+    if R == 2:
+        cells = cells | _between(starts + length, ends + length, rows, cols, length)
+    else:
+        for r in range(1, R):  # no named pattern comes here: not worth unrolling
+            cells = cells | _between(starts + r * length, ends + r * length, rows, cols, length)
     return cells
+
+
+@triton.jit
+def _between(starts, ends, rows, cols, length):
+    lo = tl.load(starts + rows, mask=rows < length, other=0)
+    hi = tl.load(ends + rows, mask=rows < length, other=0)
+    return (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
 
 
 @triton.jit
@@ -95,12 +102,13 @@ def _attend(acc, total, top, q_MD, k_desc, v_desc, batch, head, begin, end, slot
 @triton.jit
 def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, starts, ends, full_begin, full_end, partial_begin,
                    partial_end, order, full_slots, partial_slots, q_len, q_heads, group, heads_per_section, scale_log2,
-                   R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+                   sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """out and lse of one tile of M queries of one head."""
     tile, place = _place(order, tl.cdiv(q_len, M), heads_per_section)
     batch, head = place // q_heads, place % q_heads
     rows = tile * M + tl.arange(0, M)
     q_MD = load_tile(q_desc, batch, head, tile * M, M, D)
+    q_MD = (q_MD * sign).to(q_MD.dtype)  # exact; and moves q to registers, which frees shared memory and its ports
     acc = tl.zeros([M, D], tl.float32)
     total = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -154,7 +162,7 @@ def _query_tiles(dq_MD, q_MD, dout_MD, lse_M, delta_M, k_desc, v_desc, batch, he
 @triton.jit
 def query_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, lse, delta, starts, ends, full_begin, full_end,
                           partial_begin, partial_end, order, full_slots, partial_slots, q_len, q_heads, group,
-                          heads_per_section, scale, scale_log2, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                          heads_per_section, scale, scale_log2, sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                           D: tl.constexpr, PRECISION: tl.constexpr):
     """dq of one tile of M queries of one head."""
     tile, place = _place(order, tl.cdiv(q_len, M), heads_per_section)
@@ -162,6 +170,7 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, lse, delta
     rows = tile * M + tl.arange(0, M)
     offset = place.to(tl.int64) * q_len + rows
     q_MD = load_tile(q_desc, batch, head, tile * M, M, D)
+    q_MD = (q_MD * sign).to(q_MD.dtype)  # exact; and moves q to registers, which frees shared memory and its ports
     dout_MD = load_tile(dout_desc, batch, head, tile * M, M, D)
     lse_M = tl.load(lse + offset, mask=rows < q_len, other=float("inf")) * 1.4426950408889634
     delta_M = tl.load(delta + offset, mask=rows < q_len, other=0.0)
@@ -177,14 +186,10 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, lse, delta
 
 
 @triton.jit
-def _key_tiles(dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, dq_desc, lse, delta, batch, first_head, group, begin, end,
-               slots, starts, ends, keys, q_len, kv_len, q_heads, scale, scale_log2, R: tl.constexpr,
-               M: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, FUSED: tl.constexpr,
-               PRECISION: tl.constexpr):
-    """dk / scale and dv of a tile of keys, summed over heads of the group and query tiles of the runs.
-
-    FUSED also adds this key tile's share of dq into float32 dq_desc.
-    """
+def _key_tiles(dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, first_head, group, begin, end,
+               slots, starts, ends, keys, q_len, kv_len, q_heads, scale_log2, R: tl.constexpr, M: tl.constexpr,
+               D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """dk / scale and dv of a tile of keys, summed over heads of the group and query tiles of the runs."""
     count, runs = _runs(begin, end, slots)
     head, run, tile, stop = first_head, 0, tl.load(begin), tl.load(end)
     for _ in tl.range(count * group):
@@ -202,19 +207,15 @@ def _key_tiles(dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, dq_desc, lse, delta,
         delta_M = tl.load(delta + offset, mask=rows < q_len, other=0.0)
         ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
         dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
-        if FUSED:
-            dq_MD = tl.dot(ds_NM.T, k_ND, input_precision=PRECISION) * scale
-            dq_desc.atomic_add([batch, head, tile * M, 0], dq_MD.reshape(1, 1, M, D))
         head, run, tile, stop = _advance(begin, end, runs, head, run, tile, stop)
     return dk_ND, dv_ND
 
 
 @triton.jit
-def key_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse, delta, starts, ends,
+def key_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, lse, delta, starts, ends,
                         full_begin, full_end, partial_begin, partial_end, order, full_slots, partial_slots, q_len,
                         kv_len, q_heads, group, heads_per_section, scale, scale_log2, R: tl.constexpr,
-                        M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, FUSED: tl.constexpr,
-                        PRECISION: tl.constexpr):
+                        M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """dk and dv of one tile of N keys of one kv head; runs and intervals are those of the transposed mask."""
     tile, place = _place(order, tl.cdiv(kv_len, N), heads_per_section)
     kv_heads = q_heads // group
@@ -225,12 +226,12 @@ def key_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     dk_ND, dv_ND = _key_tiles(
-        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, dq_desc, lse, delta, batch, head * group, group,
+        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, head * group, group,
         full_begin + tile * full_slots, full_end + tile * full_slots, full_slots, starts, ends, keys, q_len, kv_len,
-        q_heads, scale, scale_log2, R, M, D, False, FUSED, PRECISION)
+        q_heads, scale_log2, R, M, D, False, PRECISION)
     dk_ND, dv_ND = _key_tiles(
-        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, dq_desc, lse, delta, batch, head * group, group,
+        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, head * group, group,
         partial_begin + tile * partial_slots, partial_end + tile * partial_slots, partial_slots, starts, ends, keys,
-        q_len, kv_len, q_heads, scale, scale_log2, R, M, D, True, FUSED, PRECISION)
+        q_len, kv_len, q_heads, scale_log2, R, M, D, True, PRECISION)
     store_tile(dk_desc, batch, head, tile * N, dk_ND * scale, N, D)
     store_tile(dv_desc, batch, head, tile * N, dv_ND, N, D)

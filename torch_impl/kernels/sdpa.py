@@ -16,13 +16,19 @@ from workload.capability import ALL_MASKS, Capability
 from workload.problem import AttentionProblem
 
 aten = torch.ops.aten
-ROW_UNIT = 16  # the GPU operator wants the bias' row stride, in elements, in units of 16
-LSE_UNIT = 32  # and hands out, and wants back, lse rows in units of 32
+KEY_UNIT = 16  # the GPU operator wants the bias' strides in units of 16 elements
+ROW_UNIT = 64  # its backward computes with whatever lies between q_len and the next 64 rows: we put zeros there
 
 
 @dataclasses.dataclass(frozen=True)
 class SdpaOperands:
-    """bias: [1, heads, q_len, kv_len], 0 or -inf, an empty row all 0; some: bool [1, heads, q_len], rows with keys."""
+    """A mask as the operators take it.
+
+    Attributes:
+      bias: [1, heads, rows, keys], 0 or -inf; q_len and kv_len are rounded up to ROW_UNIT and KEY_UNIT, and an
+        empty row is all 0.
+      some: bool [1, heads, q_len], rows with keys.
+    """
 
     bias: torch.Tensor
     some: torch.Tensor
@@ -34,10 +40,10 @@ def prepare(problem: AttentionProblem, device=None) -> SdpaOperands:
     some = seen.any(dim=-1)
     seen |= ~some[..., None]  # an empty row looks at everything, so that no softmax meets only -inf
     dtype = getattr(torch, problem.dtype)
-    width = -(-problem.kv_len // ROW_UNIT) * ROW_UNIT
-    bias = torch.zeros(*seen.shape[:2], width, dtype=dtype, device=device)
-    bias[..., : problem.kv_len].masked_fill_(~seen, -torch.inf)
-    return SdpaOperands(bias[None, ..., : problem.kv_len], some[None])
+    rows, keys = (n + -n % unit for n, unit in ((problem.q_len, ROW_UNIT), (problem.kv_len, KEY_UNIT)))
+    bias = torch.zeros(seen.shape[0], rows, keys, dtype=dtype, device=device)
+    bias[:, : problem.q_len, : problem.kv_len].masked_fill_(~seen, -torch.inf)
+    return SdpaOperands(bias[None], some[None])
 
 
 def _per_head(x: torch.Tensor, q_heads: int) -> torch.Tensor:
@@ -56,7 +62,7 @@ def _arguments(q, k, v, operands, dtype):
     group = heads // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    bias = _per_head(operands.bias, heads).to(dtype).expand(b, heads, q_len, k.shape[2])
+    bias = _per_head(operands.bias, heads).to(dtype)[:, :, :q_len, : k.shape[2]].expand(b, heads, -1, -1)
     return q, k, v, bias, _per_head(operands.some, heads)
 
 
@@ -82,11 +88,13 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     if not q.shape[1] or not k.shape[1]:
         return tuple(torch.zeros_like(x, dtype=t) for x, t in zip((q, k, v), wants, strict=True))
     dtype = _working(q, grad_dtype)
-    qt, kt, vt, bias, some = _arguments(q, k, v, operands, dtype)
-    out, dout = (x.to(dtype).transpose(1, 2) for x in (out, dout))
+    rows = (0, -q.shape[1] % ROW_UNIT) if q.is_cuda else (0, 0)
+    padded = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, *rows))  # noqa: E731
+    qt, kt, vt, bias, some = _arguments(padded(q), k, v, operands, dtype)
+    out, dout = (padded(x.to(dtype)).transpose(1, 2) for x in (out, dout))
     lse = lse.masked_fill(~some, torch.inf)  # exp(s - inf) is 0: an empty row adds nothing
     if q.is_cuda:
-        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % LSE_UNIT), value=torch.inf)
+        lse = torch.nn.functional.pad(lse, rows, value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             dout, qt, kt, vt, bias, out, lse, seed, seed, 0.0, [True, True, True, False], scale=scale)
@@ -96,6 +104,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     group = q.shape[2] // k.shape[2]
     if group > 1:
         dk, dv = (x.unflatten(1, (-1, group)).sum(dim=2, dtype=torch.float32) for x in (dk, dv))
+    dq = dq[:, :, : q.shape[1]]
     return tuple(x.transpose(1, 2).to(t) for x, t in zip((dq, dk, dv), wants, strict=True))
 
 

@@ -76,7 +76,7 @@ def computed(x: torch.Tensor) -> torch.Tensor:
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
-    """(q * sign, scale', sign) with scale' > 0 and the same logits; the kernels take row maxima before scaling.
+    """(q * sign, scale', sign) with scale' > 0 and the same logits, for kernels that take row maxima before scaling.
 
     dq of the result times sign is dq of q.
     """

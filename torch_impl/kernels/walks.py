@@ -11,16 +11,21 @@ from workload.tiles import TileRuns, tile_runs
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a pass is launched: `rows` of the tile a program owns, `cols` of the tiles it visits, warps, stages."""
+    """How a pass is launched: `rows` of the tile a program owns, `cols` of the tiles it visits, warps, stages.
+
+    registers: the most a thread may take, so that more programs share a multiprocessor; None leaves it to the compiler.
+    """
 
     rows: int
     cols: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def options(self) -> dict[str, int]:
         """The launch options as Triton names them."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 @dataclasses.dataclass(frozen=True)
