@@ -68,7 +68,7 @@ def tile_lists(counts, indices, limits, *, block: int, rows: int, columns: int) 
     listed = torch.arange(column.shape[2], device=device) < counts[:, :, None] * pieces
     listed &= column * columns < most[:, None]
     full = listed & ((column + 1) * columns <= least[:, None])
-    return TileLists(_count(full), _count(listed), column.masked_fill_(~listed, 0))
+    return TileLists(_count(full), _count(listed), column.masked_fill(~listed, 0).contiguous())
 
 
 def transposed(lists: TileLists, *, column_tiles: int, longest: int | None = None) -> TileLists:

@@ -85,7 +85,8 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if not q.shape[1] or not k.shape[1]:
         return out.zero_(), lse.fill_(-torch.inf)
-    q, scale, _ = support.positive_scale(q, scale)
+    if scale <= 0:  # the kernel takes a row's maximum before it scales
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     q, k, v = (support.computed(x) for x in (q, k, v))
     call = _Query(q, k, operands.forward, operands.forward_pack)
     forward_kernel[call.grid](
@@ -101,7 +102,6 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (q, k, v))
     if not q.shape[1] or not k.shape[1]:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, scale, sign = support.positive_scale(q, scale)
     q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
     delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
     lse = lse.contiguous()
@@ -110,7 +110,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
         call.rows(q), call.columns(k), call.columns(v), call.rows(dout), call.rows(dq), lse, delta, *call.sizes(),
         scale, scale * support.LOG2E, **call.options())
     _key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
-    return (dq if sign == 1.0 else dq * sign), dk, dv
+    return dq, dk, dv
 
 
 class _Query:
