@@ -89,7 +89,7 @@ def _slurm(env) -> Place | None:
         return None
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     port = 61440 + int(env.get("SLURM_JOB_ID", 0)) % 4096  # two jobs of one host must not share a port
-    per_node = int(re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"])).group())
+    per_node = int(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"]).split("(")[0].split(",")[0])
     return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), per_node,
                  _address(env, first_host(nodes), port))
 
@@ -238,7 +238,9 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
         raise ValueError("coordinator: needed where hosts > 1")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = _host_store(coordinator, ranks * hosts, deadline_s) if host == 0 else None
-        address = coordinator if store is None else f"{(coordinator or '127.0.0.1').rsplit(':', 1)[0]}:{store.port}"
+        address = coordinator or "127.0.0.1:0"
+        if store is not None:
+            address = f"{address.rsplit(':', 1)[0]}:{store.port}"
         children: list[_Child] = []
         try:
             for local in range(ranks):
@@ -291,16 +293,17 @@ def _watch(children: Sequence[_Child], until: float, deadline_s: float) -> None:
 
 def _failure(children: Sequence[_Child], deadline_s: float | None = None) -> RankFailure:
     """Picks the rank that is the cause: lost by a signal, failed by itself, or else the one furthest behind."""
-    status = {c.rank: c.process.poll() for c in children}
+    status = {c.rank: c.process.poll() for c in children}  # None while it runs, negative: ended by that signal
     count = {c.rank: c.state()["count"] for c in children}
     lost = [c for c in children if (status[c.rank] or 0) < 0]
     failed = [c for c in children if (status[c.rank] or 0) not in (0, LAGGED) and c not in lost]
     running = [c for c in children if status[c.rank] in (None, LAGGED)]
     cause = min(lost or failed or running, key=lambda c: count[c.rank])
+    code = status[cause.rank] or 0
     if lost:
-        what = f"was lost ({signal.Signals(-status[cause.rank]).name})"
+        what = f"was lost ({signal.Signals(-code).name})"
     elif failed:
-        what = f"failed (exit status {status[cause.rank]})"
+        what = f"failed (exit status {code})"
     else:
         what = "is the furthest behind" + (f" at the deadline of {deadline_s:g} s" if deadline_s else "")
     steps = {c.rank: c.words() for c in children}

@@ -21,7 +21,7 @@ def forward(local: Local, q, k, v, data: Data):
         block = walk.enter(t)
         if operands is None:
             continue
-        part = local.forward(q, *block, operands, out_dtype=q.dtype if alone else torch.float32)
+        part = local.forward(q, block[0], block[1], operands, out_dtype=q.dtype if alone else torch.float32)
         total = part if total is None else merge(total, part, in_place=True)
     out, lse = empty(q) if total is None else total
     return out.to(q.dtype), lse
@@ -35,8 +35,8 @@ def backward(local: Local, saved, dout, data: Data):
     for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
         k, v = walk.enter(t)
         if not step.at_home and step.grad_hop is None and moving is not None:
-            last = next(s for s in steps[t:] if s.carried_hop is not None)
-            carried = _send_sums(local, moving, last.carried_hop, t)  # it has this whole window to arrive
+            hop = next(s.carried_hop for s in steps[t:] if s.carried_hop is not None)
+            carried = _send_sums(local, moving, hop, t)  # it has this whole window to arrive
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop, t)
         sums = None
         if operands is not None:
@@ -65,8 +65,9 @@ class _Walk:
         """The k, v of step t; what step t + 1 (and the next window) needs has left its rank when this returns."""
         if self.coming is not None:
             self.block = self.coming.wait()
-        if t == 0 or self.steps[t].hop.from_entry:
-            hop = next((s.hop for s in self.steps[t + 1 :] if s.hop.from_entry), None)
+        if t == 0 or self._enters_window(t):
+            later = (s.hop for s in self.steps[t + 1 :] if s.hop is not None and s.hop.from_entry)
+            hop = next(later, None)
             self.next_entry = None if hop is None else self._send(hop, t)
         following = self.steps[t + 1].hop if t + 1 < len(self.steps) else None
         if following is None:
@@ -74,6 +75,10 @@ class _Walk:
         else:
             self.coming = self.next_entry if following.from_entry else self._send(following, t)
         return self.block
+
+    def _enters_window(self, t: int) -> bool:
+        hop = self.steps[t].hop
+        return hop is not None and hop.from_entry
 
     def _send(self, hop: Hop, t: int) -> Pending:
         return self.local.mesh.send(self.block, hop, f"ring {self.name} step {t}: keys to the next step")
