@@ -34,10 +34,10 @@ class Operands:
 
 
 def default_tiles(problem: AttentionProblem) -> tuple[Tile, Tile]:
-    """Forward and backward tiles, rows are keys, that fit an H200 at the problem's head_dim and dtype."""
+    """Forward and backward tiles, rows are keys; those of half precision to 128 are the best measured on an H200."""
     if problem.dtype == "float32" or problem.head_dim > 128:
         return Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)
-    return Tile(128, 64, 4, 1), Tile(64, 64, 4, 1)
+    return Tile(128, 128, 8, 1), Tile(128, 128, 8, 1)
 
 
 def prepare(problem: AttentionProblem, device=None, *, tiles: tuple[Tile, Tile] | None = None) -> Operands:

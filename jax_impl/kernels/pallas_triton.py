@@ -4,6 +4,8 @@ FlashAttention-2's schedule (Dao, 2023, algorithms 1 and 2): one program owns a 
 of columns that its rows see. Forward and dq walk keys from a tile of queries; dk/dv walks queries from a tile of
 keys, over all query heads of its kv head, so that no sum leaves the program and every result is deterministic.
 Which tiles are walked, and how a partial one is masked, is a `walk` (jax_impl/kernels/walks.py).
+Tiles are the fastest grid axis, so that the programs in flight share the keys of few heads in L2; query tiles go from
+the last to the first, the longest of a causal mask first.
 On a CPU the same kernels run in the Pallas interpreter.
 """
 
@@ -124,7 +126,7 @@ def softmax_step(s, m, masked: bool):
 
 
 def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, lse_ref, *, scale, tile, tiles):
-    row = tiles - 1 - pl.program_id(1)
+    row = tiles - 1 - pl.program_id(0)
     q = q_ref[...]
 
     def step(column, carry, masked):
@@ -143,7 +145,7 @@ def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, lse_ref, *, scale, tile,
         jnp.full(tile.rows, -jnp.inf, jnp.float32),
         jnp.zeros(tile.rows, jnp.float32),
     )
-    acc, m, total = walk.visit(pl.program_id(0), row, step, start)
+    acc, m, total = walk.visit(pl.program_id(1), row, step, start)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     out_ref[...] = (acc / total[:, None]).astype(out_ref.dtype)
@@ -157,13 +159,13 @@ def forward(q, k, v, walk, scale: float, tile: Tile, *, out_dtype=None, name: st
     q, k, v = pad_rows(q, tile.rows), pad_rows(k, tile.columns), pad_rows(v, tile.columns)
     batch, rows, heads, d = q.shape
     tiles = rows // tile.rows
-    q_spec = pl.BlockSpec((None, tile.rows, None, d), lambda h, i, b: (b, tiles - 1 - i, h, 0))
-    kv_spec = pl.BlockSpec((None, k.shape[1], None, d), lambda h, i, b: (b, 0, h // group, 0))
-    row_spec = pl.BlockSpec((None, None, tile.rows), lambda h, i, b: (b, h, tiles - 1 - i))
+    q_spec = pl.BlockSpec((None, tile.rows, None, d), lambda i, h, b: (b, tiles - 1 - i, h, 0))
+    kv_spec = pl.BlockSpec((None, k.shape[1], None, d), lambda i, h, b: (b, 0, h // group, 0))
+    row_spec = pl.BlockSpec((None, None, tile.rows), lambda i, h, b: (b, h, tiles - 1 - i))
     out, lse = call(
         functools.partial(_forward_kernel, scale=scale, tile=tile, tiles=tiles),
         name=f"{name}_forward",
-        grid=(heads, tiles, batch),
+        grid=(tiles, heads, batch),
         in_specs=[whole(walk), q_spec, kv_spec, kv_spec],
         out_specs=[q_spec, row_spec],
         out_shape=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32)],
@@ -173,7 +175,7 @@ def forward(q, k, v, walk, scale: float, tile: Tile, *, out_dtype=None, name: st
 
 
 def _dq_kernel(walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, *, scale, tile, tiles):
-    row = tiles - 1 - pl.program_id(1)
+    row = tiles - 1 - pl.program_id(0)
     q, dout, lse, delta = q_ref[...], dout_ref[...], lse_ref[...], delta_ref[...]
 
     def step(column, dq, masked):
@@ -185,14 +187,14 @@ def _dq_kernel(walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, 
         ds = p * (dot(dout, v_ref[at, :], (1, 1)) - delta[:, None])
         return dq + dot(ds.astype(k.dtype), k)
 
-    dq = walk.visit(pl.program_id(0), row, step, jnp.zeros(q.shape, jnp.float32))
+    dq = walk.visit(pl.program_id(1), row, step, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
 
 
 def _dkv_kernel(
     walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, scale, tile, group
 ):
-    first_head, row = pl.program_id(0) * group, pl.program_id(1)
+    row, first_head = pl.program_id(0), pl.program_id(1) * group
     k, v = k_ref[...], v_ref[...]
 
     def head(g, carry):
@@ -222,13 +224,13 @@ def backward_dq(q, k, v, dout, lse, delta, walk, scale: float, tile: Tile, *, gr
     q, dout, k, v = (pad_rows(x, n) for x, n in zip((q, dout, k, v), (tile.rows,) * 2 + (tile.columns,) * 2))
     batch, rows, heads, d = q.shape
     tiles = rows // tile.rows
-    q_spec = pl.BlockSpec((None, tile.rows, None, d), lambda h, i, b: (b, tiles - 1 - i, h, 0))
-    kv_spec = pl.BlockSpec((None, k.shape[1], None, d), lambda h, i, b: (b, 0, h // group, 0))
-    row_spec = pl.BlockSpec((None, None, tile.rows), lambda h, i, b: (b, h, tiles - 1 - i))
+    q_spec = pl.BlockSpec((None, tile.rows, None, d), lambda i, h, b: (b, tiles - 1 - i, h, 0))
+    kv_spec = pl.BlockSpec((None, k.shape[1], None, d), lambda i, h, b: (b, 0, h // group, 0))
+    row_spec = pl.BlockSpec((None, None, tile.rows), lambda i, h, b: (b, h, tiles - 1 - i))
     dq = call(
         functools.partial(_dq_kernel, scale=scale, tile=tile, tiles=tiles),
         name=f"{name}_dq",
-        grid=(heads, tiles, batch),
+        grid=(tiles, heads, batch),
         in_specs=[whole(walk), q_spec, kv_spec, kv_spec, q_spec, row_spec, row_spec],
         out_specs=q_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
@@ -244,13 +246,13 @@ def backward_dkv(q, k, v, dout, lse, delta, walk, scale: float, tile: Tile, *, g
     q, dout, k, v = (pad_rows(x, n) for x, n in zip((q, dout, k, v), (tile.columns,) * 2 + (tile.rows,) * 2))
     batch, rows, heads, d = k.shape
     columns = q.shape[1]
-    kv_spec = pl.BlockSpec((None, tile.rows, None, d), lambda h, i, b: (b, i, h, 0))
-    q_spec = pl.BlockSpec((None, columns, group, d), lambda h, i, b: (b, 0, h, 0))
-    column_spec = pl.BlockSpec((None, group, columns), lambda h, i, b: (b, h, 0))
+    kv_spec = pl.BlockSpec((None, tile.rows, None, d), lambda i, h, b: (b, i, h, 0))
+    q_spec = pl.BlockSpec((None, columns, group, d), lambda i, h, b: (b, 0, h, 0))
+    column_spec = pl.BlockSpec((None, group, columns), lambda i, h, b: (b, h, 0))
     dk, dv = call(
         functools.partial(_dkv_kernel, scale=scale, tile=tile, group=group),
         name=f"{name}_dkv",
-        grid=(heads, rows // tile.rows, batch),
+        grid=(rows // tile.rows, heads, batch),
         in_specs=[whole(walk), q_spec, kv_spec, kv_spec, q_spec, column_spec, column_spec],
         out_specs=[kv_spec, kv_spec],
         out_shape=[jax.ShapeDtypeStruct(k.shape, dtype)] * 2,

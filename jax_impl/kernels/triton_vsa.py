@@ -32,7 +32,7 @@ def default_schedule(problem: AttentionProblem) -> Schedule:
     """Tiles of 64 where they fit an H200 at the problem's head_dim and dtype."""
     if problem.dtype == "float32" or problem.head_dim > 128:
         return Schedule(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-    return Schedule(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+    return Schedule(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
 
 
 def within(schedule: Schedule, block: int) -> Schedule:

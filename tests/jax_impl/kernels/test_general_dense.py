@@ -230,14 +230,17 @@ class TestCudnn:
         assert named in self.kernel.capability.refuse(AttentionProblem(mask, 1, 2, 2, 64, dtype))
 
     def test_takes_what_is_native(self):
-        for mask in (masks.full(64, 80), masks.causal(64, 64), masks.causal_sliding_window(64, 64, 9),
-                     masks.full_document(64, 64, [14, 50]), masks.causal_document(64, 64, [14, 0, 50])):
+        for mask in (masks.full(64, 80), masks.causal(64, 64), masks.causal_sliding_window(64, 64, 9)):
             assert self.kernel.capability.refuse(AttentionProblem(mask, 2, 4, 2, 64)) is None
+        for mask in (masks.full_document(64, 64, [14, 50]), masks.causal_document(64, 64, [14, 0, 50])):
+            refuse, grouped = self.kernel.capability.refuse, AttentionProblem(mask, 2, 4, 2, 64)
+            assert refuse(AttentionProblem(mask, 2, 4, 4, 64)) is None and refuse(grouped, ("forward",)) is None
+            assert "kv_heads 2 under documents backward" in refuse(grouped)
 
     def test_int32_offsets_are_guarded(self):
         lengths = [1 << 17, 1 << 17]
         big = AttentionProblem(masks.causal_document(1 << 18, 1 << 18, lengths), 1, 64, 8, 128)
-        assert "int32 offsets" in self.kernel.capability.refuse(big)
+        assert "int32 offsets" in self.kernel.capability.refuse(big, ("forward",))
 
     def test_documents_become_offsets(self):
         problem = AttentionProblem(masks.causal_document(8, 8, [3, 0, 5]), 2, 2, 2, 64)
@@ -258,11 +261,13 @@ class TestCudnn:
         masks.full_document(256, 256, [56, 1, 199]), masks.causal_document(300, 300, [120, 0, 80, 100]),
     ], ids=lambda m: m.name)
     def test_every_native_mask_on_a_gpu(self, mask):
-        """All five results, batch 2 and grouped heads, against the oracle; and a part of a larger problem's lse."""
+        """All five results at batch 2 against the oracle, heads grouped where taken; then a larger problem's lse."""
         reason = self.kernel.available()
         if reason:
             pytest.skip(reason)
-        problem = AttentionProblem(mask, 2, 4, 2, 64, "bfloat16", 0.2)
+        documents = mask.name.endswith("document")
+        problem = AttentionProblem(mask, 2, 4, 4 if documents else 2, 64, "bfloat16", 0.2)
+        self.kernel.require(problem)
         q, k, v, dout = tensors(problem)
         want = attention_oracle(*exact(q, k, v), mask, 0.2, *exact(dout))
         operands = self.kernel.prepare(problem)
