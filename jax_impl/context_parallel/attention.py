@@ -151,6 +151,8 @@ def _backward(program: Program, saved, cotangents):
 
     def rank(exchanged, lse, dout, data):
         data = _rank_data(data)
+        # Else the compiler keeps every block that the forward pass received, instead of moving it again.
+        exchanged, dout = jax.lax.optimization_barrier((exchanged, dout))
         dout = to_heads(signature, dout, "q", data)
         dq, *sums = scheme.backward(local, (*exchanged, lse), dout, data)
         dq = to_tokens(signature, dq.astype(signature.dtype), "q", data)

@@ -130,7 +130,8 @@ def step_operands(schedule: Schedule, kernel: str) -> list[Any]:
             if key not in made:
                 problem = schedule.local_problem(t, rank)
                 chosen.require(problem)
-                made[key] = chosen.prepare(problem, host)
+                with jax.ensure_compile_time_eval():  # a plan made while a training step is traced
+                    made[key] = jax.tree.map(np.asarray, chosen.prepare(problem, host))
         out.append(stack_operands([made[schedule.local_key(t, rank)] for rank in range(schedule.topology.world)]))
     return out
 

@@ -1,0 +1,86 @@
+"""The five schemes on 8 fake devices, each check in a process with a deadline; see worker.py."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=1"
+
+
+def records(check, *arguments, deadline=280, devices=8):
+    """What a check prints; a failure shows the end of its standard error and the case it had reached."""
+    command = [sys.executable, "-m", "tests.jax_impl.context_parallel.worker", check, *map(str, arguments)]
+    environment = os.environ | {"XLA_FLAGS": FLAGS.format(devices), "JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline, check=False)
+    except subprocess.TimeoutExpired as late:
+        reached = (late.stdout or b"").decode().splitlines()[-1:]
+        pytest.fail(f"{check}: not done within {deadline} s; last record {reached}")
+    assert done.returncode == 0, f"{check}: exit {done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-3000:]}"
+    out = [json.loads(line) for line in done.stdout.splitlines()]
+    assert out, f"{check}: no record"
+    return out
+
+
+def assert_right(found):
+    wrong = [f"{r['case']}: {'; '.join(r['wrong'])}" for r in found if r["wrong"]]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sampled_matrix():
+    """A sample of schemes x masks x worlds equals the oracle in both passes and moves the schedule's bytes."""
+    for found in (records("matrix", 29, 2, 3, 4), records("matrix", 41, 8)):
+        assert len(found) > 1
+        assert_right(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_full_matrix(world):
+    found = records("matrix", 1, world, deadline=2900)
+    assert len(found) >= 14 * 4
+    assert_right(found)
+
+
+def test_a_permutation_of_several_cycles():
+    assert_right(records("permutes"))
+
+
+def test_gradient_error_does_not_grow_with_the_world():
+    for r in records("precision"):
+        for name in ("out", "dq", "dk", "dv"):
+            limit = 1.5 if r["case"].endswith("float32") else 4.0
+            assert 0 < r["eight"][name] <= limit * r["one"][name], (r["case"], name, r)
+
+
+@pytest.mark.parametrize("ring", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_windows_of_the_double_ring(ring):
+    found = records("windows", ring)
+    for r in found:
+        if r["window"] in (None, 1, ring):
+            assert r["equal"], r
+        for name in ("out", "dq", "dk", "dv"):
+            error = r["errors"][name]
+            assert error <= 1.05 * found[0]["errors"][name], r
+
+
+def test_other_documents_compile_nothing_anew():
+    for r in records("recompilation"):
+        assert r["traces"] == 1 and r["error"] < 1e-6, r
+
+
+def test_key_buffers_do_not_grow_with_the_ring():
+    for r in records("memory", devices=16):
+        growth = r["temporary"]["16"] - r["temporary"]["8"]
+        if r["case"] == "all_gather":
+            assert growth > 8 * r["block"], r  # it holds all keys: the check can tell
+        else:
+            assert growth < r["block"], r
+
+
+def test_public_call():
+    assert_right(records("api"))

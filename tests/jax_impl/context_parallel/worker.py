@@ -1,0 +1,219 @@
+"""Runs one named check on 8 fake devices, in a process of its own: python -m ...worker CHECK; prints JSON lines."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl import context_parallel as cp
+from jax_impl.hlo import collective_bytes
+from jax_impl.kernels import naive
+from tests.conformance import BUDGET, FLOOR, inputs, relative_error
+from tests.schemes import Case, matrix
+from workload import masks
+from workload.oracle import attention_oracle
+from workload.problem import PASSES, AttentionProblem
+from workload.topology import make_topology
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+SIDES = ("q", "kv", "kv", "q")
+
+
+def plan_of(case: Case, **options):
+    """The plan of a case on the first `world` devices."""
+    mesh, window = cp.make_mesh(case.topology), dict(case.grid).get("window")
+    options = {"sharding": case.sharding, "window": window, "with_lse": True} | dict(case.plan) | options
+    return cp.make_plan(case.problem, scheme=case.scheme, mesh=mesh, **options)
+
+
+def arrays_of(case: Case):
+    """q, k, v, dout rounded to the case's dtype."""
+    return [np.asarray(jnp.asarray(x, case.dtype)) for x in inputs(case.problem)]
+
+
+def both_passes(q, k, v, dout, plan):
+    """out, lse, dq, dk, dv of sharded operands."""
+    (out, lse), back = jax.vjp(lambda q, k, v: cp.attend(q, k, v, plan), q, k, v)
+    return out, lse, *back((dout, jnp.zeros_like(lse)))
+
+
+def collect(plan, results):
+    """Whole results in token order by name, float64."""
+    out, lse, *grads = results
+    whole = [cp.unshard(out, plan), jnp.moveaxis(cp.unshard(jnp.moveaxis(lse, 2, 1), plan), 1, 2)]
+    whole += [cp.unshard(g, plan, s) for g, s in zip(grads, SIDES, strict=False)]
+    return {name: np.asarray(x, np.float64) for name, x in zip(RESULTS, whole, strict=True)}
+
+
+@functools.lru_cache(maxsize=16)
+def _reference(problem):
+    q, k, v, dout = (jnp.asarray(x, problem.dtype) for x in inputs(problem))
+    operands = naive.prepare(problem)
+    out, lse = naive.forward(q, k, v, operands, problem.scale)
+    single = (out, lse, *naive.backward(q, k, v, out, lse, dout, operands, problem.scale))
+    want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), problem.mask, problem.scale,
+                            np.asarray(dout, np.float64))
+    return want, {n: relative_error(x, getattr(want, n)) for n, x in zip(RESULTS, single, strict=True)}
+
+
+def run(case: Case, **options):
+    """(errors by result, the operand bytes that the compiled program shows, the schedule's)."""
+    plan = plan_of(case, **options)
+    placed = [cp.shard(x, plan, s) for x, s in zip(arrays_of(case), SIDES, strict=True)]
+    compiled = jax.jit(both_passes).lower(*placed, plan).compile()
+    got = collect(plan, compiled(*placed, plan))
+    want, _ = _reference(case.problem)
+    scheduled: dict[str, int] = {}
+    for c in (c for p in PASSES for c in plan.program.signature.collectives(p)):
+        scheduled[c.kind] = scheduled.get(c.kind, 0) + c.operand_bytes
+    errors = {n: relative_error(x, getattr(want, n)) for n, x in got.items()}
+    return errors, collective_bytes(compiled.as_text()), scheduled
+
+
+def judge(case: Case):
+    """Runs a case; what is out of budget or miscounted, in words."""
+    errors, moved, scheduled = run(case)
+    _, naive_errors = _reference(case.problem)
+    wrong = [f"{n}: error {e:.3g} > {BUDGET * naive_errors[n] + FLOOR:.3g}" for n, e in errors.items()
+             if not e <= BUDGET * naive_errors[n] + FLOOR]
+    if moved != scheduled:
+        wrong.append(f"the program hands over {moved}, the schedule says {scheduled}")
+    return wrong
+
+
+def check_matrix(stride: str = "1", *worlds: str):
+    """Every stride-th case of the matrix, on these worlds or all."""
+    cases = matrix(tuple(map(int, worlds))) if worlds else matrix()
+    for case in cases[:: int(stride)]:
+        yield {"case": case.label, "wrong": judge(case)}
+
+
+def check_precision():
+    """C1: gradients at world 8 against world 1, bfloat16; and what travel in bfloat16 costs."""
+    base = Case("ring", "causal", 1, 192, 192, (8, 8), dtype="bfloat16", head_dim=32, batch=1)
+    one = run(base)[0]
+    for scheme, travel in (("ring", "float32"), ("ring", "bfloat16"), ("all_gather", "float32"),
+                           ("all_gather", "bfloat16"), ("ulysses", "float32")):
+        case = dataclasses.replace(base, scheme=scheme, world=8, plan=(("travel", travel),))
+        yield {"case": f"{scheme}-{travel}", "one": one, "eight": run(case)[0]}
+
+
+def check_windows(world: str):
+    """Windows 1 and ring equal the flat ring bit for bit; others are as exact (C6)."""
+    ring, want = int(world), None
+    windows = [w for w in range(1, ring + 1) if ring % w == 0]
+    base = Case("ring", "global_sliding_window", ring, dtype="bfloat16")
+    others = (dataclasses.replace(base, scheme="loongtrain", grid=(("ulysses", 1), ("window", w))) for w in windows)
+    for case in (base, *others):
+        plan = plan_of(case)
+        placed = [cp.shard(x, plan, s) for x, s in zip(arrays_of(case), SIDES, strict=True)]
+        got = collect(plan, jax.jit(both_passes)(*placed, plan))
+        want = want or got
+        oracle, _ = _reference(case.problem)
+        yield {"case": case.label, "window": dict(case.grid).get("window"),
+               "equal": all(np.array_equal(got[n], want[n]) for n in RESULTS),
+               "errors": {n: relative_error(got[n], getattr(oracle, n)) for n in RESULTS}}
+
+
+def check_permutes():
+    """K9: a permutation of several cycles gives every rank its peer's value."""
+    for axes, pairs in (((4, 1), [(0, 1), (1, 0), (2, 3), (3, 2)]), ((8, 1), [(r, (r + 2) % 8) for r in range(8)]),
+                        ((4, 2), [(r, (r + 1) % 4) for r in range(4)]), ((2, 4), [(0, 1), (1, 0)])):
+        n = axes[0] * axes[1]
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), ("ring", "ulysses"))
+        spec = jax.sharding.PartitionSpec(("ring", "ulysses"))
+        send = functools.partial(jax.lax.ppermute, axis_name="ring", perm=pairs)
+        send = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec))
+        got = np.asarray(send(jnp.arange(n, dtype=jnp.float32) + 1))
+        want = np.zeros(n)
+        for a, b in pairs:
+            for u in range(axes[1]):
+                want[b * axes[1] + u] = a * axes[1] + u + 1
+        yield {"case": f"{axes}", "wrong": [] if np.array_equal(got, want) else [f"{got} for {want}"]}
+
+
+def check_recompilation():
+    """Other documents with the same signature compile nothing anew; the mask is data."""
+    traces = []
+
+    @jax.jit
+    def step(q, k, v, dout, plan):
+        traces.append(plan.program.signature.scheme)
+        return both_passes(q, k, v, dout, plan)
+
+    for scheme, grid in (("usp", {"ulysses": 2}), ("all_gather", {})):
+        mesh = cp.make_mesh(make_topology(scheme, 4, **grid))
+        before = len(traces)
+        for lengths in ((20, 41), (5, 6, 50), (61,)):
+            mask = masks.causal_document(61, 61, lengths)
+            problem = AttentionProblem(mask, 2, 4, 2, 8, "float32")
+            plan = cp.make_plan(problem, scheme=scheme, mesh=mesh, sharding="zigzag", skip=False, with_lse=True)
+            arrays = inputs(problem)
+            results = step(*(cp.shard(x, plan, s) for x, s in zip(arrays, SIDES, strict=True)), plan)
+            got = np.asarray(cp.unshard(results[0], plan), np.float64)
+            want = attention_oracle(*arrays[:3], mask, problem.scale)
+            error = relative_error(got, want.out)
+            yield {"case": f"{scheme}-{lengths}", "traces": len(traces) - before, "error": error}
+
+
+def check_memory():
+    """Key buffers of a ring do not grow with the ring: temporary bytes at equal local size, on 8 and 16 ranks."""
+    for scheme, grid in (("ring", ()), ("loongtrain", (("ulysses", 1), ("window", 4))), ("all_gather", ())):
+        temporary = {}
+        for world in (8, 16):
+            case = Case(scheme, "full", world, 64 * world, 64 * world, (1, 1), grid, head_dim=256, batch=1)
+            plan = plan_of(case, sharding="contiguous")
+            placed = [cp.shard(x, plan, s) for x, s in zip(arrays_of(case), SIDES, strict=True)]
+            passes = both_passes if scheme != "loongtrain" else lambda q, k, v, dout, plan: cp.attend(q, k, v, plan)
+            compiled = jax.jit(passes).lower(*placed, plan).compile()
+            temporary[world] = compiled.memory_analysis().temp_size_in_bytes
+        yield {"case": scheme, "temporary": temporary, "block": 64 * 256 * 4}
+
+
+def check_api():
+    """The public call inside a training step, with a batch axis; sharding under jit; what is refused."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "ring", "ulysses"))
+    mask = masks.causal_document(29, 29, [9, 20])
+    problem = AttentionProblem(mask, 2, 4, 2, 8, "float32")
+    q, k, v, dout = (np.concatenate([x, 2 * x]) for x in inputs(problem))
+    plan = cp.make_plan(problem, scheme="usp", mesh=mesh, sharding="zigzag", batch_axes="data")
+
+    @jax.jit
+    def loss(q, k, v):
+        q, k, v = (cp.shard(x, plan, s) for x, s in ((q, "q"), (k, "kv"), (v, "kv")))
+        out = cp.attention(q, k, v, mask, scheme="usp", mesh=mesh, sharding="zigzag", batch_axes="data")
+        return (cp.unshard(out, plan) * dout).sum()
+
+    grads = jax.grad(loss, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
+    want = attention_oracle(q, k, v, mask, problem.scale, dout)
+    errors = [relative_error(g, w) for g, w in zip(grads, (want.dq, want.dk, want.dv), strict=True)]
+    yield {"case": "grad", "wrong": [f"{e}" for e in errors if not e < 1e-6]}
+    at = np.asarray(cp.positions(plan))
+    yield {"case": "positions", "wrong": [] if sorted(at[at >= 0]) == list(range(29)) else [str(at)]}
+    for name, call in (
+        ("shape", lambda: cp.attend(q[:, :5], k, v, plan)),
+        ("mesh", lambda: cp.make_plan(problem, scheme="ring", mesh=jax.sharding.Mesh(np.array(jax.devices()), ("x",)))),
+        ("ulysses", lambda: cp.make_plan(problem, scheme="ulysses", mesh=mesh)),
+        ("window", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, window=2)),
+        ("kernel", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, kernel="fa3")),
+        ("side", lambda: cp.positions(plan, "k")),
+    ):
+        try:
+            call()
+            yield {"case": name, "wrong": ["accepted"]}
+        except ValueError as error:
+            yield {"case": name, "wrong": [] if name in str(error) else [str(error)]}
+
+
+def main(name: str, *arguments: str):
+    """Prints the records of a check as they come."""
+    for record in globals()[f"check_{name}"](*arguments):
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
