@@ -36,6 +36,11 @@ def merge(a: Partial, b: Partial, *, in_place: bool = False) -> Partial:
     (7.0, 0.0)
     """
     (out_a, lse_a), (out_b, lse_b) = ((out.float(), lse.float()) for out, lse in (a, b))
+    if in_place and out_a.is_cuda:
+        from torch_impl.context_parallel.merge_triton import merge_into  # needs triton
+
+        merge_into(out_a, lse_a, out_b, lse_b)
+        return out_a, lse_a
     top = torch.maximum(lse_a, lse_b)
     guard = top.masked_fill(top == -torch.inf, 0.0)
     weight_a, weight_b = torch.exp(lse_a - guard), torch.exp(lse_b - guard)

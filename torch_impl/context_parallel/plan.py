@@ -38,7 +38,7 @@ def make_plan(
       sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
       window: loongtrain's inner ring; the mesh's by default.
       granule: see `make_sharding`.
-      kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
+      kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), triton_vsa (dynamic).
       skip, travel, with_lse: see `make_schedule`.
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
@@ -81,10 +81,10 @@ def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device)
 
 
 def default_kernel(mask, device: str) -> str:
-    """The local kernel of a device: naive on CPU, flashmask or flashinfer on GPU."""
+    """The local kernel of a device: naive on CPU, flashmask or triton_vsa on GPU."""
     if device == "cpu":
         return "naive"
-    return "flashinfer" if isinstance(mask, BlockMask) else "flashmask"
+    return "triton_vsa" if isinstance(mask, BlockMask) else "flashmask"
 
 
 def _topology(scheme: str, mesh: Mesh, window: int | None) -> Topology:

@@ -1,82 +1,16 @@
-"""Context-parallel cases, what a rank does with one, and how its results are judged; for threads and processes."""
+"""What a rank does with a case of tests/schemes.py, and how its results are judged; for threads and processes."""
 
-import dataclasses
 import functools
-import itertools
 
 import numpy as np
 import torch
 
 from tests.conformance import BUDGET, FLOOR, inputs, relative_error
+from tests.schemes import Case
 from torch_impl import context_parallel, kernels
 from torch_impl.context_parallel.threads import ThreadRanks
-from workload import suite
-from workload.errors import Unsupported
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem
-from workload.sharding import KINDS
-from workload.topology import make_topology
-
-WORLDS = (1, 2, 3, 4, 8)
-GRIDS = (  # scheme, and what make_topology is told besides
-    ("ulysses", {}), ("ring", {}), ("all_gather", {}), ("usp", {"ulysses": 2}), ("loongtrain", {"ulysses": 1}),
-    ("loongtrain", {"ulysses": 2, "window": 1}), ("all_gather", {"ulysses": 2, "head_first": False}),
-)
-LENGTHS = ((61, 61), (37, 50))  # q_len, kv_len: neither divides a world; square, and not
-HEADS = ((4, 2), (6, 3), (3, 1))  # more ranks than kv heads, and heads that do not divide
-SETTINGS = {"window": 9, "block": 5, "sparse_block": 6, "density": 0.4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One problem under one scheme; `grid` and `plan` are arguments of make_topology and make_plan as items."""
-
-    scheme: str
-    mask: str
-    world: int
-    q_len: int = 61
-    kv_len: int = 61
-    heads: tuple[int, int] = (4, 2)
-    grid: tuple = ()
-    sharding: str = "zigzag"
-    plan: tuple = ()
-    dtype: str = "float32"
-    head_dim: int = 8
-    batch: int = 2
-
-    @property
-    def topology(self):
-        """The grid; `Unsupported` where the world has none."""
-        return make_topology(self.scheme, self.world, **dict(self.grid))
-
-    @property
-    def problem(self) -> AttentionProblem:
-        """The global problem."""
-        return _problem(self.mask, self.q_len, self.kv_len, self.heads, self.dtype, self.head_dim, self.batch)
-
-    @property
-    def label(self) -> str:
-        """A short name."""
-        grid = "-".join(f"{k}{v}" for k, v in self.grid)
-        return f"{self.scheme}{'-' + grid if grid else ''}-{self.mask}-w{self.world}-{self.sharding}-{self.q_len}"
-
-
-@functools.lru_cache(maxsize=256)
-def _problem(name, q_len, kv_len, heads, dtype, head_dim, batch):
-    dynamic = name in suite.DYNAMIC_BUILDERS
-    mask = suite.mask_suite(name, kv_len, q_len=q_len, heads=heads[1] if dynamic else 1,
-                            documents=(3, 1, kv_len - 20, 0, 16), **SETTINGS)
-    return AttentionProblem(mask, batch, *heads, head_dim, dtype)
-
-
-def matrix(stride: int = 1, worlds=WORLDS) -> list[Case]:
-    """Every grid x mask x world, shardings, lengths and heads taken in turn; every `stride`-th of them."""
-    out = []
-    for n, (name, world, (scheme, grid)) in enumerate(itertools.product(suite.ALL_BUILDERS, worlds, GRIDS)):
-        if world % grid.get("ulysses", 1):
-            continue
-        out.append(Case(scheme, name, world, *LENGTHS[n % 2], HEADS[n % 3], tuple(grid.items()), KINDS[n // 7 % 4]))
-    return out[::stride]
 
 
 def arrays(case: Case) -> list[torch.Tensor]:
@@ -152,11 +86,3 @@ def run_threads(case: Case, values=None) -> list[dict[str, np.ndarray]]:
     """A case on threads: the results by rank."""
     ranks = ThreadRanks(case.world, timeout_s=30)
     return ranks.run(lambda rank: run_rank(case, ranks, rank, values))
-
-
-def legal(case: Case) -> bool:
-    """Whether the world has such a grid."""
-    try:
-        return bool(case.topology)
-    except Unsupported:
-        return False

@@ -6,6 +6,7 @@ import traceback
 
 import torch
 
+from tests.schemes import Case, matrix
 from tests.torch_impl.context_parallel import cases
 from torch_impl import context_parallel, launch
 from torch_impl.context_parallel.communicator import Communicator
@@ -13,7 +14,7 @@ from torch_impl.context_parallel.communicator import Communicator
 
 def run_matrix(job, stride: int, worlds) -> tuple[int, list[str]]:
     """Every case of these worlds; (how many, what is out of budget)."""
-    chosen, wrong = cases.matrix(stride, worlds), []
+    chosen, wrong = matrix(worlds)[::stride], []
     for case in chosen:
         wrong += cases.judge(case, cases.run_rank(case, job, job.rank))
     return len(chosen), wrong
@@ -77,7 +78,7 @@ def counted_bytes(job, everyone: Communicator) -> None:
 
 def repeats(job, everyone: Communicator) -> None:
     """A10, D11: a case twenty times is bit-identical."""
-    case = cases.Case("loongtrain", "causal_document", 4, grid=(("ulysses", 1), ("window", 2)))
+    case = Case("loongtrain", "causal_document", 4, grid=(("ulysses", 1), ("window", 2)))
     first = cases.run_rank(case, job, job.rank)
     for _ in range(20):
         again = cases.run_rank(case, job, job.rank)

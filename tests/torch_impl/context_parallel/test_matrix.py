@@ -1,21 +1,24 @@
 """Five schemes x fourteen masks x worlds on threads of one process; over gloo processes see test_processes.py."""
 
+import dataclasses
+
 import pytest
 
+from tests import schemes
 from tests.torch_impl.context_parallel import cases
 
 
-@pytest.mark.parametrize("case", cases.matrix(stride=6), ids=lambda c: c.label)
+@pytest.mark.parametrize("case", schemes.matrix()[::6], ids=lambda c: c.label)
 def test_sampled(case):
     for got in cases.run_threads(case):
         assert not cases.judge(case, got)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", cases.WORLDS)
+@pytest.mark.parametrize("world", schemes.WORLDS)
 def test_full(world):
     wrong = []
-    for case in cases.matrix(worlds=(world,)):
+    for case in schemes.matrix((world,)):
         for got in cases.run_threads(case)[:1]:
             wrong += cases.judge(case, got)
     assert not wrong, "\n".join(wrong)
@@ -24,9 +27,9 @@ def test_full(world):
 @pytest.mark.parametrize("scheme,grid", [("ring", ()), ("all_gather", ()), ("usp", (("ulysses", 2),))])
 def test_gradients_in_half_precision_in_flight(scheme, grid):
     """The option costs precision that its own budget shows: bf16 sums over four ranks, not more."""
-    case = cases.Case(scheme, "causal", 4, grid=grid, dtype="bfloat16")
+    case = schemes.Case(scheme, "causal", 4, grid=grid, dtype="bfloat16")
     error = {travel: cases.errors(case, cases.run_threads(
-        cases.dataclasses.replace(case, plan=(("travel", travel),)))[0]) for travel in ("float32", "bfloat16")}
+        dataclasses.replace(case, plan=(("travel", travel),)))[0]) for travel in ("float32", "bfloat16")}
     for name in ("dk", "dv"):
         assert error["float32"][name] < error["bfloat16"][name] < 4 * error["float32"][name]
     assert error["float32"]["dq"] == error["bfloat16"]["dq"]

@@ -7,6 +7,7 @@ import torch
 
 from torch_impl.context_parallel import merge as module
 from torch_impl.context_parallel.merge import empty, merge
+from torch_impl.kernels import triton_support
 
 INF = torch.inf
 
@@ -67,3 +68,23 @@ def test_half_precision_parts_merge_in_float32():
     a, b = drawn(6), drawn(7)
     out, lse = merge((a[0].bfloat16(), a[1]), (b[0].bfloat16(), b[1]))
     assert out.dtype == lse.dtype == torch.float32
+
+
+@pytest.mark.skipif(triton_support.available() is not None, reason=str(triton_support.available()))
+def test_fused_pass_is_the_merge():
+    from torch_impl.context_parallel.merge_triton import merge_into
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (tuple(x.to(device) for x in drawn(seed, b=2, s=37, h=3, d=20)) for seed in (8, 9))
+    want = merge(a, b)
+    merge_into(*a, *b)
+    torch.testing.assert_close(a, want, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(triton_support.available() is not None, reason=str(triton_support.available()))
+def test_fused_pass_refuses_what_it_would_read_wrongly():
+    from torch_impl.context_parallel.merge_triton import merge_into
+
+    a, b = drawn(10), drawn(11)
+    with pytest.raises(ValueError, match="contiguous"):
+        merge_into(*a, b[0].transpose(1, 2).contiguous().transpose(1, 2), b[1])

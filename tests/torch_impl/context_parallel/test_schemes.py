@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.schemes import Case
 from tests.torch_impl.context_parallel import cases
-from tests.torch_impl.context_parallel.cases import Case
 from torch_impl import context_parallel
 from torch_impl.context_parallel.threads import ThreadRanks
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
