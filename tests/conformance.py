@@ -35,7 +35,8 @@ class Case:
       mask: (q_len, kv_len, block size) -> mask.
       quick: whether a kernel that runs in an interpreter takes it in the quick suite.
       dtype: "float32" or "bfloat16"; a kernel that lacks it is given the first dtype it takes.
-      others: sizes and scale of the problem where they differ from the suite's; block is of uniform masks.
+      others: sizes and scale of the problem where they differ from the suite's; block is of uniform masks,
+        mask_heads of dynamic ones.
     """
 
     name: str
@@ -50,14 +51,17 @@ class Case:
     head_dim: int = 64
     scale: float | None = None
     block: int = 64
+    mask_heads: int = 1
 
     def within(self, takes: Capability) -> "Case":
         """The case moved inside what a capability declares: dtype, head_dim, heads, squareness, block size."""
+        alone = self.q_heads if self.mask_heads == 1 else self.mask_heads
         return dataclasses.replace(
             self,
             dtype=self.dtype if self.dtype in takes.dtypes else takes.dtypes[0],
             head_dim=self.head_dim if self.head_dim in (takes.head_dims or (self.head_dim,)) else takes.head_dims[0],
-            kv_heads=self.kv_heads if takes.grouped_heads else self.q_heads,
+            q_heads=self.q_heads if takes.grouped_heads else alone,
+            kv_heads=self.kv_heads if takes.grouped_heads else alone,
             q_len=self.kv_len if takes.square_only else self.q_len,
             block=(takes.block_sizes or (self.block,))[0],
         )
@@ -105,12 +109,12 @@ CASES = (
     Case("scattered", lambda q, k, _: scattered(q, k)),
     Case("uniform_block", lambda q, k, b: uniform_block(q, k, 1, b, 0.5, seed=1)),
     Case("uniform_block_causal", lambda q, k, b: uniform_block(q, k, 3, b, 0.7, causal=True, seed=2),
-         q_heads=6, kv_heads=3, batch=1),
+         q_heads=6, kv_heads=3, batch=1, mask_heads=3),
     Case("uniform_block_top_p", lambda q, k, b: uniform_block(q, k, 1, b, top_p=0.8, selection="importance", seed=3)),
     Case("variable_block", lambda q, k, b: variable_block(q, k, 3, 40, 9, 0.5, seed=4), q_heads=6, kv_heads=3,
-         batch=1),
+         batch=1, mask_heads=3),
     Case("variable_block_causal", lambda q, k, b: variable_block(q, k, 4, 40, 9, 0.6, causal=True, seed=5),
-         q_heads=4, kv_heads=2, batch=1),
+         q_heads=4, kv_heads=2, batch=1, mask_heads=4),
     Case("rows_before_the_first_key", _static("causal"), q_len=203, kv_len=147),
     Case("scale_and_padded_head_dim", _static("causal"), head_dim=80, scale=0.37, q_heads=2, kv_heads=2, batch=1),
     Case("one_token", _static("causal"), q_len=1, kv_len=1),

@@ -7,7 +7,7 @@ from tests import conformance
 from torch_impl import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NATIVE = ("naive", "sdpa", "cudnn", "fa2", "fa3", "flex")  # not in an interpreter on a CPU
+NATIVE = ("naive", "sdpa", "cudnn", "fa2", "fa3", "flex", "flex_sparse")  # not in an interpreter on a CPU
 
 
 def run(name, problem, arrays):

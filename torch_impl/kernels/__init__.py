@@ -4,7 +4,8 @@ import importlib
 
 from torch_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "flex", "flashmask", "triton_vsa", "fa2_sparse")
+NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "flex", "flashmask", "vsa", "triton_vsa", "fa2_sparse", "flex_sparse",
+         "flashinfer")
 
 
 def get(name: str) -> Kernel:

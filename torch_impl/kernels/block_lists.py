@@ -12,6 +12,7 @@ import torch
 
 from torch_impl.kernels.walks import Launch
 from workload.block_masks import BlockMask
+from workload.errors import Unsupported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,8 @@ def _listings(lists: TileLists, column_tiles: int) -> torch.Tensor:
 
 
 def _lists(mask: BlockMask, limits, rows: int, columns: int) -> TileLists:
+    if mask.block is None:
+        raise Unsupported("tile lists", f"mask {mask.name}: its blocks are of no one size")
     counts, indices = (torch.as_tensor(x, device=limits.device) for x in (mask.counts, mask.indices))
     return tile_lists(counts, indices, limits, block=mask.block, rows=rows, columns=columns)
 

@@ -8,6 +8,7 @@ serves the forward pass alone. Dong et al., Flex Attention, 2024.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -31,13 +32,45 @@ class FlexOperands:
     """A mask as FlexAttention's operators take it.
 
     Attributes:
-      bounds: 2R tensors, int32 [q_len]: starts[0], ends[0], starts[1], ...
-      lists: eight int32 tensors: counts [1, 1, blocks] and indices [1, 1, blocks, other blocks] of partial key
-        blocks, full key blocks, partial query blocks and full query blocks.
+      bounds: what the predicate reads; of intervals 2R tensors, int32 [q_len]: starts[0], ends[0], starts[1], ...
+      lists: eight int32 tensors: counts [1, heads, blocks] and indices [1, heads, blocks, slots] of partial key
+        blocks, full key blocks, partial query blocks and full query blocks; heads is 1 or q_heads.
+      seen: the predicate, (b, h, i, j, *bounds) -> visible; hashable.
+      block: size of the blocks, of queries and keys alike.
+      tile: the largest tile of a block that the template may take, None for its own choice.
+      kernel: whose operands these are, for messages.
     """
 
     bounds: tuple[torch.Tensor, ...]
     lists: tuple[torch.Tensor, ...]
+    seen: Callable
+    block: int = BLOCK
+    tile: int | None = None
+    kernel: str = NAME
+
+    @property
+    def form(self) -> "Form":
+        """What is compiled in."""
+        return Form(len(self.bounds), self.seen, self.block, self.tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The part of the operands that a compiled program is bound to: number of bounds, predicate, block, tile."""
+
+    bounds: int
+    seen: Callable
+    block: int
+    tile: int | None
+
+    def mask(self, q_len: int, kv_len: int, lists) -> tuple:
+        """The operators' block mask."""
+        return (q_len, kv_len, *lists, self.block, self.block, self.seen)
+
+    def options(self) -> dict:
+        """The operators' kernel options."""
+        names = ("fwd_BLOCK_M", "fwd_BLOCK_N", *(f"bwd_BLOCK_{x}" for x in ("M1", "N1", "M2", "N2")))
+        return OPTIONS | (dict.fromkeys(names, self.tile) if self.tile else {})
 
 
 def block_lists(begin: np.ndarray, end: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +89,8 @@ def block_lists(begin: np.ndarray, end: np.ndarray, width: int) -> tuple[np.ndar
     return counts.astype(np.int32), indices
 
 
-def _lists(mask: IntervalMask, device) -> list[torch.Tensor]:
+def lists_of(mask: IntervalMask, device) -> list[torch.Tensor]:
+    """Counts and indices of the partial, then of the full column blocks of each row block, int32 on the device."""
     runs = ragged_runs(mask, BLOCK, BLOCK)
     arrays = (*block_lists(runs.partial_begin, runs.partial_end, runs.k_tiles),
               *block_lists(runs.full_begin, runs.full_end, runs.k_tiles))
@@ -68,8 +102,8 @@ def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
     mask = problem.mask
     rows = [x[r] for r in range(mask.intervals) for x in (mask.starts, mask.ends)]
     bounds = tuple(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in rows)
-    lists = (*_lists(mask, device), *_lists(mask.transpose(), device))
-    return FlexOperands(bounds, lists)
+    lists = (*lists_of(mask, device), *lists_of(mask.transpose(), device))
+    return FlexOperands(bounds, lists, _seen)
 
 
 def _seen(b, h, i, j, *bounds):
@@ -84,39 +118,36 @@ def _unchanged(score, b, h, i, j):
     return score
 
 
-def _block_mask(q_len, kv_len, lists):
-    return (q_len, kv_len, *lists, BLOCK, BLOCK, _seen)
-
-
-def _traced_forward(scale, count, q, k, v, *tensors):
-    """out and base-2 lse; tensors are `count` bounds and the eight lists."""
+def _traced_forward(scale, form, q, k, v, *tensors):
+    """out and base-2 lse; tensors are the bounds and the eight lists."""
     from torch._higher_order_ops.flex_attention import flex_attention
 
-    bounds, lists = tensors[:count], tensors[count:]
-    blocks = _block_mask(q.shape[2], k.shape[2], lists)
-    return flex_attention(q, k, v, _unchanged, blocks, scale, OPTIONS, (), bounds)[:2]
+    bounds, lists = tensors[: form.bounds], tensors[form.bounds :]
+    blocks = form.mask(q.shape[2], k.shape[2], lists)
+    return flex_attention(q, k, v, _unchanged, blocks, scale, form.options(), (), bounds)[:2]
 
 
-def _traced_backward(scale, count, q, k, v, out, lse, dout, *tensors):
+def _traced_backward(scale, form, q, k, v, out, lse, dout, *tensors):
     """dq, dk, dv; lse is base 2."""
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention_backward
 
-    bounds, lists = tensors[:count], tensors[count:]
+    bounds, lists = tensors[: form.bounds], tensors[form.bounds :]
     example = (q.new_zeros((), requires_grad=True), *(q.new_zeros((), dtype=torch.int) for _ in range(4)))
     graphs = create_fw_bw_graph(_unchanged, example, ())
-    blocks = _block_mask(q.shape[2], k.shape[2], lists)
-    return flex_attention_backward(q, k, v, out, lse, dout, None, *graphs, blocks, scale, OPTIONS, (), bounds)[:3]
+    blocks = form.mask(q.shape[2], k.shape[2], lists)
+    options = form.options()
+    return flex_attention_backward(q, k, v, out, lse, dout, None, *graphs, blocks, scale, options, (), bounds)[:3]
 
 
 @functools.cache
-def _compiled(run, scale, count, signature):
+def _compiled(run, scale, form, signature):
     """Inductor's code for a traced function at a signature of (shape, stride, dtype, device) per tensor."""
     from torch import _inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     example = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in signature]
     with torch.no_grad():
-        graph = make_fx(functools.partial(run, scale, count), tracing_mode="fake")(*example)
+        graph = make_fx(functools.partial(run, scale, form), tracing_mode="fake")(*example)
         return _inductor.compile(graph, example)
 
 
@@ -129,7 +160,7 @@ def _run(traced, scale, operands, *tensors):
     """Runs a traced function through Inductor."""
     tensors = (*tensors, *operands.bounds, *operands.lists)
     signature = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
-    return _compiled(traced, scale, len(operands.bounds), signature)(*tensors)
+    return _compiled(traced, scale, operands.form, signature)(*tensors)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -139,14 +170,14 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     if out_dtype not in (None, q.dtype):
-        raise Unsupported(f"torch kernel {NAME}", f"out_dtype {out_dtype}: results are {q.dtype}")
+        raise Unsupported(f"torch kernel {operands.kernel}", f"out_dtype {out_dtype}: results are {q.dtype}")
     if not q.shape[1] or not k.shape[1]:
         return torch.zeros_like(q), torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
     tensors = [_heads_first(x) for x in (q, k, v)]
     if q.is_cuda:
         out, lse = _run(_traced_forward, scale, operands, *tensors)
     else:
-        out, lse = _traced_forward(scale, len(operands.bounds), *tensors, *operands.bounds, *operands.lists)
+        out, lse = _traced_forward(scale, operands.form, *tensors, *operands.bounds, *operands.lists)
     return out.transpose(1, 2), lse.float() / LOG2E
 
 
@@ -157,9 +188,9 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     """
     del delta  # rowsum(out * dout) by contract: the operator makes it from the two
     if grad_dtype not in (None, q.dtype):
-        raise Unsupported(f"torch kernel {NAME}", f"grad_dtype {grad_dtype}: results are {q.dtype}")
+        raise Unsupported(f"torch kernel {operands.kernel}", f"grad_dtype {grad_dtype}: results are {q.dtype}")
     if not q.is_cuda:
-        raise Unsupported(f"torch kernel {NAME}", "backward on a CPU: FlexAttention has none")
+        raise Unsupported(f"torch kernel {operands.kernel}", "backward on a CPU: FlexAttention has none")
     if not q.shape[1] or not k.shape[1]:
         return tuple(torch.zeros_like(x) for x in (q, k, v))
     q, k, v, out, dout = (_heads_first(x) for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))

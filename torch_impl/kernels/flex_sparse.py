@@ -1,0 +1,65 @@
+"""flex_sparse: torch's FlexAttention with a BlockMask made from the mask's own lists, never from a dense mask.
+
+The predicate reads the bitmap of blocks and the rows' limits, so that it is right by itself (a CPU's eager form looks
+at nothing else); on a GPU it runs inside partial blocks only, those that the causal diagonal or the ragged end cuts.
+"""
+
+import dataclasses
+
+import torch
+
+from torch_impl.kernels import flex
+from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.block_lists import TileLists, key_walk, query_walk, tile_size
+from torch_impl.kernels.block_sparse import UniformBlocks
+from torch_impl.kernels.flex import FlexOperands
+from torch_impl.kernels.walks import Launch
+from workload.problem import AttentionProblem
+
+NAME = "flex_sparse"
+TILE = 64  # of a block that the template's own choice, 128, does not divide
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """The predicate of a block bitmap: block size, and query heads that share one of the mask's heads."""
+
+    block: int
+    sharing: int
+
+    def __call__(self, b, h, i, j, bitmap, limits):
+        """Whether row i of head h sees key j: its block is listed, and j is within the row's limit."""
+        del b
+        return bitmap[h // self.sharing, i // self.block, j // self.block] & (j < limits[i])
+
+
+def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
+    """The predicate's tensors, and the lists both ways round, O(listed blocks); those by key are made on the device."""
+    mask, launch = problem.mask, Launch(problem.mask.block, problem.mask.block, 4, 1)
+    by_query, by_key = query_walk(mask, launch, device), key_walk(mask, launch, device)
+    bounds = (torch.as_tensor(mask.block_bitmap(), device=device), by_query.limits)
+    # The operator knows one mask, or one a query head.
+    repeats = 1 if mask.heads == 1 else problem.q_heads // mask.heads
+    lists = (*_partial_and_full(by_query.lists, repeats), *_partial_and_full(by_key.lists, repeats))
+    tile = None if mask.block % flex.BLOCK == 0 else tile_size(TILE, mask.block)
+    seen = Listed(mask.block, problem.q_heads // mask.heads)
+    return FlexOperands(bounds, lists, seen, mask.block, tile, NAME)
+
+
+def _partial_and_full(lists: TileLists, repeats: int) -> list[torch.Tensor]:
+    """Counts and indices of the partial blocks, then of the full ones, which lead in `lists`."""
+    slots = torch.arange(lists.indices.shape[2], device=lists.indices.device)
+    partial = lists.counts - lists.full
+    width = max(1, int(partial.max()))
+    place = (lists.full[:, :, None] + slots[:width]).clamp(max=len(slots) - 1)
+    arrays = (partial, lists.indices.gather(2, place.long()), lists.full, lists.indices)
+    return [x.repeat_interleave(repeats, dim=0)[None].contiguous() for x in arrays]
+
+
+KERNEL = Kernel(
+    NAME,
+    UniformBlocks(("uniform_block",), passes=flex.KERNEL.capability.passes, source=flex.KERNEL.capability.source),
+    prepare,
+    flex.forward,
+    flex.backward,
+)
