@@ -71,7 +71,7 @@ def make_mesh(topology: Topology, devices=None) -> Mesh:
 def make_plan(
     problem: AttentionProblem, *, scheme: str, mesh: Mesh, sharding: str | tuple[Sharding, Sharding] = "contiguous",
     window: int | None = None, ranks_per_node: int = 8, granule: int = 1, kernel: str | None = None, batch_axes=None,
-    skip: bool = True, travel: str = "float32", with_lse: bool = False,
+    skip: bool = True, travel: str = "float32", with_lse: bool = False, on_host: bool = False,
 ) -> Plan:
     """The plan of a scheme on a mesh.
 
@@ -86,6 +86,8 @@ def make_plan(
       kernel: of `jax_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
       batch_axes: mesh axes that split the batch.
       skip, travel, with_lse: see `make_schedule`.
+      on_host: leave the data in NumPy arrays, which a program may close over on any number of processes; else they
+        are placed on the mesh, and the plan is an argument of the program.
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
@@ -94,29 +96,39 @@ def make_plan(
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
     schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
     kernel = kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
-    return plan_of(schedule, mesh, kernel, batch_axes)
+    return plan_of(schedule, mesh, kernel, batch_axes, on_host)
 
 
-def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, batch_axes=None) -> Plan:
-    """The plan that executes a schedule with a local kernel."""
+def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, batch_axes=None, on_host: bool = False) -> Plan:
+    """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
     program = Program(schedule.signature, kernel, mesh, batch_axes)
     tokens = NamedSharding(mesh, PartitionSpec(program.token_axes))
     whole = NamedSharding(mesh, PartitionSpec())
+    data = _host_data(schedule, kernel)
+    if on_host:
+        return Plan(program, data)
+    placed = jax.tree.map(lambda x: put(x, tokens), dataclasses.replace(data, gathered_order=None))
+    if data.gathered_order is not None:
+        placed = dataclasses.replace(placed, gathered_order=put(data.gathered_order, whole))
+    return Plan(program, placed)
+
+
+def _host_data(schedule: Schedule, kernel: str) -> Data:
+    """A schedule's data in NumPy arrays."""
     signature = schedule.signature
 
-    def rows(by_ring):
+    def by_rank(order):
         places = [schedule.topology.place(rank)[0] for rank in range(schedule.topology.world)]
-        return put(np.concatenate([by_ring(r) for r in places]).astype(np.int32), tokens)
+        return np.concatenate([order(r) for r in places]).astype(np.int32)
 
-    data = Data(
-        masks=tuple(jax.tree.map(lambda x: put(x, tokens), m) for m in step_operands(schedule, kernel)),
-        q_positions=put(schedule.q_sharding.table.reshape(-1).astype(np.int32), tokens),
-        kv_positions=put(schedule.kv_sharding.table.reshape(-1).astype(np.int32), tokens),
-        q_order=rows(schedule.q_order) if signature.sorts_q else None,
-        kv_order=rows(schedule.kv_order) if signature.sorts_kv else None,
-        gathered_order=put(schedule.gathered_order().astype(np.int32), whole) if signature.sorts_gathered else None,
+    return Data(
+        masks=tuple(step_operands(schedule, kernel)),
+        q_positions=schedule.q_sharding.table.reshape(-1).astype(np.int32),
+        kv_positions=schedule.kv_sharding.table.reshape(-1).astype(np.int32),
+        q_order=by_rank(schedule.q_order) if signature.sorts_q else None,
+        kv_order=by_rank(schedule.kv_order) if signature.sorts_kv else None,
+        gathered_order=schedule.gathered_order().astype(np.int32) if signature.sorts_gathered else None,
     )
-    return Plan(program, data)
 
 
 def step_operands(schedule: Schedule, kernel: str) -> list[Any]:

@@ -1,0 +1,104 @@
+"""One process a rank: join a job that a launcher started, or start this host's ranks; twin of torch_impl/launch.py.
+
+A job started by torchrun, SLURM or Open MPI is detected by the variables they set (workload/ranks.py). `spawn` starts
+ranks by itself and watches them. One process a device is the default, since several devices of one process order their
+collectives by themselves.
+
+    python -m jax_impl.launch --ranks 8 -- python -m MODULE ...
+    python -m jax_impl.launch --ranks 8 --hosts 2 --host 0 --coordinator 10.0.0.1:29500 -- python -m MODULE ...
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from workload import ranks as processes
+from workload.ranks import Place, Progress, RankFailure, detect
+
+__all__ = ["Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
+
+
+@contextlib.contextmanager
+def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
+    """The job's devices as this process's `jax.devices()`, for the time of a `with` block.
+
+    Call it before anything touches a device.
+
+    Args:
+      place: from `detect`.
+      backend: "gpu" (the local_rank-th GPU of the host) or "cpu" (one device a process, gloo collectives); by default
+        "gpu" where JAX can see one.
+      timeout_s: longest wait for the others at the start, and after which a silent process counts as lost.
+    """
+    backend = backend or ("gpu" if _sees_gpu() else "cpu")
+    if backend == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    wait = max(1, round(timeout_s))
+    jax.distributed.initialize(
+        place.coordinator, place.world, place.rank, local_device_ids=[place.local_rank] if backend == "gpu" else None,
+        initialization_timeout=wait, heartbeat_timeout_seconds=max(10, wait),
+    )
+    try:
+        yield place
+    finally:
+        jax.distributed.shutdown()
+
+
+def _sees_gpu() -> bool:
+    """Whether a CUDA device file is there; asking JAX would start the backend before the job is joined."""
+    return os.path.exists("/dev/nvidia0") and os.environ.get("JAX_PLATFORMS", "cuda") != "cpu"
+
+
+def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Mapping[str, str] | None = None,
+          hosts: int = 1, host: int = 0, coordinator: str | None = None) -> list[str]:
+    """Runs a command as every rank of this host, under torchrun's variables, and returns each rank's stdout.
+
+    Args:
+      command: the program; it calls `detect` and `join`.
+      ranks: on this host; every host starts as many.
+      deadline_s: of the whole job; ranks that still run then are ended.
+      environ: of the ranks, this process's by default.
+      hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
+
+    Raises: `RankFailure`; no process of this host's ranks outlives the call.
+    """
+    if hosts > 1 and coordinator is None:
+        raise ValueError("coordinator: needed where hosts > 1")
+    coordinator = coordinator or f"127.0.0.1:{_free_port()}"
+    return processes.spawn(command, ranks, coordinator, deadline_s=deadline_s, environ=environ, hosts=hosts, host=host)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: starts this host's ranks and prints what rank 0 prints, or the failure."""
+    parser = argparse.ArgumentParser(prog="jax_impl.launch", description="Starts the ranks of this host.")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on this host")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--host", type=int, default=0, help="which host this is, from 0")
+    parser.add_argument("--coordinator", help="HOST:PORT of host 0, where hosts > 1")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds")
+    parser.add_argument("command", nargs="+", help="after --")
+    a = parser.parse_args(arguments)
+    try:
+        said = spawn(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
+    except RankFailure as failure:
+        print(f"{shlex.join(a.command)} on {socket.gethostname()}: {failure}", file=sys.stderr)
+        return 1
+    sys.stdout.write(said[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
