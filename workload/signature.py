@@ -30,6 +30,11 @@ class Step:
     carried_hop: Hop | None = None
 
     @property
+    def enters(self) -> bool:
+        """Whether it is the first of a later window, whose block left when the window before was entered."""
+        return self.hop is not None and self.hop.from_entry
+
+    @property
     def at_home(self) -> bool:
         """Whether every rank computes against its own block."""
         return self.outer == self.inner == 0
