@@ -11,6 +11,12 @@ import jax.numpy as jnp
 Part = tuple[jax.Array, jax.Array]
 
 
+def empty(q) -> Part:
+    """The identity of `merge` for queries [batch, rows, heads, head_dim]: out 0, lse -inf."""
+    batch, rows, heads, _ = q.shape
+    return jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, rows), -jnp.inf, jnp.float32)
+
+
 def merge(a: Part, b: Part) -> Part:
     """The result over the keys of both parts.
 

@@ -1,0 +1,57 @@
+"""The merge of partial results: identity, overflow, order. A2, A7, A9."""
+
+import doctest
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl.context_parallel import merge as module
+from jax_impl.context_parallel.merge import empty, merge
+
+INF = np.inf
+
+
+def part(value, lse):
+    return jnp.full((1, 1, 1, 1), float(value)), jnp.full((1, 1, 1), float(lse))
+
+
+def drawn(seed, b=2, s=5, h=3, d=4):
+    rng = np.random.default_rng(seed)
+    lse = 30 * rng.standard_normal((b, h, s), np.float32)
+    hidden = rng.random((b, h, s)) < 0.4
+    out = rng.standard_normal((b, s, h, d), np.float32)
+    out[hidden.transpose(0, 2, 1)] = 0
+    return jnp.asarray(out), jnp.asarray(np.where(hidden, -np.float32(INF), lse))
+
+
+def test_doctests():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("a,b,out,lse", [
+    pytest.param((0, -INF), (7, 0), 7, 0, id="A2 empty first"),
+    pytest.param((7, 0), (0, -INF), 7, 0, id="A2 empty second"),
+    pytest.param((3, 0), (5, 100), 5, 100, id="A7 no overflow"),
+    pytest.param((3, -100), (5, 0), 5, 0, id="A7 other way"),
+    pytest.param((0, -INF), (0, -INF), 0, -INF, id="A9 both empty"),
+    pytest.param((3, 0), (5, 0), 4, 0.6931471805599453, id="equal"),
+    pytest.param((3, 1e30), (5, 1e30), 4, 1e30, id="huge"),
+])
+def test_values(a, b, out, lse):
+    got = merge(part(*a), part(*b))
+    assert got[0].item() == pytest.approx(out) and got[1].item() == pytest.approx(lse)
+
+
+def test_identity_is_exact_from_either_side():
+    x = drawn(0)
+    nothing = empty(x[0])
+    for got in (merge(x, nothing), merge(nothing, x)):
+        assert all(jnp.array_equal(a, b) for a, b in zip(got, x, strict=True))
+
+
+def test_commutes_and_associates():
+    a, b, c = (drawn(seed) for seed in (1, 2, 3))
+    for got, want in ((merge(a, b), merge(b, a)), (merge(merge(a, b), c), merge(a, merge(b, c)))):
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
