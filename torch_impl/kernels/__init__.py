@@ -4,8 +4,23 @@ import importlib
 
 from torch_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "flex", "flashmask", "vsa", "triton_vsa", "fa2_sparse", "flex_sparse",
-         "flashinfer")
+NAMES = (
+    "naive",
+    "sdpa",
+    "cudnn",
+    "cudnn_flex",
+    "fa1",
+    "fa2",
+    "fa3",
+    "fa3_mask",
+    "flex",
+    "flashmask",
+    "vsa",
+    "triton_vsa",
+    "fa2_sparse",
+    "flex_sparse",
+    "flashinfer",
+)
 
 
 def get(name: str) -> Kernel:

@@ -50,7 +50,7 @@ def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
         cols = 32 if dim <= 128 else 16
         return Launches(Launch(64, cols, 4, 2), Launch(32, cols, 4, 1), Launch(32, cols, 4, 1))
     if arch == 9 and dim <= 128:
-        return Launches(Launch(128, 128, 8, 2), Launch(128, 64, 8, 2), Launch(128, 64, 8, 2))
+        return Launches(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
     if dim <= 128:
         return Launches(Launch(128, 64, 4 if dim <= 64 else 8, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
     return Launches(Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))

@@ -1,0 +1,140 @@
+"""fa3: flash-attention 3 on Hopper, six regular masks: flash_attn.cute, else the older flash_attn_interface.
+
+The CuTe package's Hopper path is FlashAttention-3's algorithm. Both packages are called below their autograd layer,
+where lse is an argument, so the out and lse of a larger problem serve as well. Shah et al., FlashAttention-3, 2024.
+"""
+
+import functools
+import importlib
+import importlib.util
+
+import torch
+
+from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.fa2 import (
+    RegularOperands,
+    fold,
+    fold_lse,
+    regular_operands,
+    require_own_dtypes,
+    unfold_lse,
+)
+from workload.capability import HALF, REGULAR, Capability
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
+
+NAME = "fa3"
+CUTE, INTERFACE = "flash_attn.cute.interface", "flash_attn_interface"
+
+
+@functools.cache
+def installed(module: str) -> str | None:
+    """None where the module can be imported, else why not. Only its parents are imported."""
+    try:
+        return None if importlib.util.find_spec(module) else f"{module} is not installed"
+    except ImportError:
+        return f"{module} is not installed"
+
+
+def on_hopper() -> str | None:
+    """None on a GPU of compute capability 9, else the reason."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    return None if torch.cuda.get_device_capability()[0] == 9 else "needs compute capability 9.0"
+
+
+@functools.cache
+def package(module: str):
+    """The module, imported once. Raises `Unsupported` with the loader's words where it is broken."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unsupported(f"torch kernel {NAME}", f"{module} does not load: {error}") from error
+
+
+def available() -> str | None:
+    """Why it cannot run here."""
+    return on_hopper() or (installed(CUTE) and installed(INTERFACE) and f"neither {CUTE} nor {INTERFACE} is installed")
+
+
+def prepare(problem: AttentionProblem, device=None) -> RegularOperands:
+    """The mask's causal flag, window and document offsets. Raises `Unsupported` on a heterogeneous mask."""
+    if problem.mask.regular is None:
+        raise Unsupported(f"torch kernel {NAME}", f"mask {problem.mask.name} is not regular")
+    return regular_operands(problem, device)
+
+
+def _cute_options(operands: RegularOperands, scale: float) -> dict:
+    """Keywords of flash_attn.cute; an open side of a window is None."""
+    left, right = operands.window
+    windowed = left is not None or right is not None
+    return {
+        "softmax_scale": scale,
+        "causal": operands.causal and not windowed,
+        "window_size_left": left,
+        "window_size_right": 0 if operands.causal and windowed else right,
+        "cu_seqlens_q": operands.cu_q,
+        "cu_seqlens_k": operands.cu_kv,
+        "max_seqlen_q": None if operands.cu_q is None else operands.max_q,
+        "max_seqlen_k": None if operands.cu_q is None else operands.max_kv,
+    }
+
+
+def _interface_options(operands: RegularOperands, scale: float) -> dict:
+    """Keywords that forward and backward of flash_attn_interface share; an open side of a window is -1."""
+    left, right = ((-1 if side is None else side) for side in operands.window)
+    return {"softmax_scale": scale, "causal": operands.causal, "window_size_left": left,
+            "window_size_right": 0 if operands.causal else right}
+
+
+def forward(q, k, v, operands, scale, *, out_dtype=None):
+    """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
+    require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
+    shape, batch = q.shape, q.shape[0]
+    if not q.shape[1] or not k.shape[1]:
+        return torch.zeros_like(q), torch.full((batch, q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+    q, k, v = (fold(x, operands).contiguous() for x in (q, k, v))
+    if installed(CUTE) is None:
+        options = _cute_options(operands, scale)
+        out, lse, *_ = package(CUTE)._flash_attn_fwd(q, k, v, return_lse=True, **options)
+    else:
+        lengths = {} if operands.cu_q is None else {
+            "cu_seqlens_q": operands.cu_q, "cu_seqlens_k": operands.cu_kv,
+            "max_seqlen_q": operands.max_q, "max_seqlen_k": operands.max_kv}
+        out, lse, *_ = package(INTERFACE)._flash_attn_forward(
+            q, k, v, **lengths, **_interface_options(operands, scale))
+    return out.reshape(shape), unfold_lse(lse, batch, operands)
+
+
+def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
+    """dq, dk, dv; out and lse may belong to a larger problem, delta is recomputed from out and dout.
+
+    Raises `Unsupported` on a grad_dtype other than q's.
+    """
+    del delta  # rowsum(out * dout) by contract: the kernel makes it from the two
+    require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
+    shapes = q.shape, k.shape, v.shape
+    if not q.shape[1] or not k.shape[1]:
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
+    q, k, v, out, dout = (fold(x, operands).contiguous() for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
+    lse = fold_lse(lse, operands)
+    if installed(CUTE) is None:
+        grads = package(CUTE)._flash_attn_bwd(q, k, v, out, dout, lse, **_cute_options(operands, scale))[:3]
+    else:
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        package(INTERFACE)._flash_attn_backward(
+            dout, q, k, v, out, lse, cu_seqlens_q=operands.cu_q, cu_seqlens_k=operands.cu_kv,
+            max_seqlen_q=operands.max_q, max_seqlen_k=operands.max_kv,
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **_interface_options(operands, scale))
+    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
+
+
+KERNEL = Kernel(
+    NAME,
+    Capability(REGULAR, dtypes=HALF, head_dims=(64, 128, 256), devices=("gpu",),
+               source="flash_attn.cute (flash-attn-4, Hopper path), else flash_attn_interface"),
+    prepare,
+    forward,
+    backward,
+    available,
+)
