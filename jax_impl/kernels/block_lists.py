@@ -1,8 +1,9 @@
 """Block masks as the tile lists that kernels walk: q-major, and transposed for dk/dv; built on the device.
 
-A `BlockMask` of uniform blocks becomes, per mask head and row tile, the ascending list of column tiles that some
-row of it sees. Tiles divide blocks, so 128 blocks serve a kernel of 64 tiles. All of it is jit-able and
-deterministic: sums and scatters to places that are all different.
+A `BlockMask` becomes, per mask head and row tile, the ascending list of column tiles that some row of it sees.
+Where tiles divide uniform blocks, lists of blocks are repeated and cut up; under other blocks a tile is listed where
+listed blocks cover a cell of it, and elements are masked by the blocks of their row and column. All of it is jit-able
+and deterministic: sums and scatters to places that are all different.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.kernels.walks import ListWalk, RowIntervals
+from jax_impl.kernels.walks import BlockElements, ListWalk, RowIntervals
 from workload.block_masks import BlockMask
 
 
@@ -70,37 +71,111 @@ def transposed(lists: TileLists, *, column_tiles: int, longest: int | None = Non
 def _transposed_head(full, counts, indices, *, column_tiles: int, longest: int | None):
     """full, counts [column tiles] and indices [column tiles, longest] of one head's lists."""
     tiles, slots = indices.shape
-    longest = tiles if longest is None else longest
     row, slot = jnp.indices((tiles, slots), dtype=jnp.int32)
     # What is not listed goes to one column tile too many, which is cut off.
     column = jnp.where(slot < counts[:, None], indices, column_tiles)
     seen = 1 + (slot < full[:, None]).astype(jnp.int8)
-    picture = jnp.zeros((column_tiles + 1, tiles), jnp.int8).at[column, row].set(seen)[:-1]
+    picture = jnp.zeros((column_tiles + 1, tiles), jnp.int8).at[column, row].set(seen)
+    return _ranked(picture[:-1], tiles if longest is None else longest)
+
+
+def _ranked(picture, longest: int):
+    """full, counts, indices of a picture [row tiles, column tiles] of 0 (empty), 1 (partial) and 2 (full)."""
     whole, part = picture == 2, picture == 1
     leading = whole.sum(axis=1, dtype=jnp.int32)
     rank = jnp.where(whole, jnp.cumsum(whole, axis=1), leading[:, None] + jnp.cumsum(part, axis=1)) - 1
-    column, row = jnp.indices(picture.shape, dtype=jnp.int32)
-    lists = jnp.zeros((column_tiles, longest), jnp.int32)
-    lists = lists.at[column, jnp.where(picture > 0, rank, longest)].set(row, mode="drop")
+    row, column = jnp.indices(picture.shape, dtype=jnp.int32)
+    lists = jnp.zeros((picture.shape[0], longest), jnp.int32)
+    lists = lists.at[row, jnp.where(picture > 0, rank, longest)].set(column, mode="drop")
     return leading, (picture > 0).sum(axis=1, dtype=jnp.int32), lists
 
 
+def divides(mask: BlockMask, *tiles: int) -> bool:
+    """Whether the mask has uniform blocks that all of these tile sizes divide."""
+    return mask.block is not None and not any(mask.block % n for n in tiles)
+
+
 def query_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=None) -> ListWalk:
-    """The walk with tiles of `rows` queries as rows; the mask has uniform blocks that the tiles divide."""
-    lists = _lists(mask, rows, columns, device)
+    """The walk with tiles of `rows` queries as rows, under blocks of any size."""
     ends = _padded(mask.limits, rows)
-    return _walk(lists, np.zeros_like(ends), ends, q_heads, device)
+    elements = jax.device_put(RowIntervals(np.zeros_like(ends), ends), device)
+    if divides(mask, rows, columns):
+        return _walk(_lists(mask, rows, columns, device), elements, q_heads)
+    lists = covered_lists(*_coverage(mask, device), rows=rows, columns=columns, by_key=False)
+    blocks = _block_elements(mask.q_block_ids(), mask.kv_block_ids(), mask.block_bitmap(), rows, columns, device)
+    return _walk(_shortened(lists), dataclasses.replace(blocks, intervals=elements), q_heads)
 
 
 def key_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=None) -> ListWalk:
-    """The walk with tiles of `rows` keys as rows and `columns` queries as columns."""
-    lists = _lists(mask, columns, rows, device)
-    by_key = transposed(lists, column_tiles=max(1, -(-mask.kv_len // rows)))
-    longest = max(1, int(by_key.counts.max()))
-    by_key = dataclasses.replace(by_key, indices=by_key.indices[:, :, :longest])
+    """The walk with tiles of `rows` keys as rows and `columns` queries as columns, under blocks of any size."""
     starts = np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right").astype(np.int32)
     ends = np.full_like(starts, mask.q_len)
-    return _walk(by_key, _padded(starts, rows), _padded(ends, rows), q_heads, device)
+    elements = jax.device_put(RowIntervals(_padded(starts, rows), _padded(ends, rows)), device)
+    if divides(mask, rows, columns):
+        lists = transposed(_lists(mask, columns, rows, device), column_tiles=max(1, -(-mask.kv_len // rows)))
+        return _walk(_shortened(lists), elements, q_heads)
+    lists = covered_lists(*_coverage(mask, device), rows=rows, columns=columns, by_key=True)
+    bitmap = mask.block_bitmap().swapaxes(1, 2)
+    blocks = _block_elements(mask.kv_block_ids(), mask.q_block_ids(), bitmap, rows, columns, device)
+    return _walk(_shortened(lists), dataclasses.replace(blocks, intervals=elements), q_heads)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "columns", "by_key"))
+def covered_lists(counts, indices, limits, q_bounds, kv_bounds, kv_tokens, *, rows: int, columns: int, by_key: bool):
+    """`TileLists` of blocks that tiles do not divide: a tile is listed where listed blocks cover a cell of it.
+
+    Args:
+      counts, indices, limits: as in `tile_lists`.
+      q_bounds, kv_bounds: int32 [heads, blocks + 1], as in `BlockMask`.
+      kv_tokens: bool [kv_len], which gives kv_len a shape.
+      rows, columns: tile sizes; rows are of queries, or of keys where `by_key`.
+
+    With A[i, n] the tokens that query tile i has in block n and B likewise for keys, A bitmap B^T counts the
+    covered cells of every tile; the products are of integers below 2^24, so exact in float32.
+    """
+    q_tile, kv_tile = (columns, rows) if by_key else (rows, columns)
+    q_tiles, kv_tiles = (max(1, -(-x.shape[0] // n)) for x, n in ((limits, q_tile), (kv_tokens, kv_tile)))
+    first = jnp.minimum(jnp.arange(q_tiles) * q_tile, limits.shape[0] - 1)
+    least, most = limits[first], limits[jnp.minimum(first + q_tile, limits.shape[0]) - 1]
+    begin = jnp.arange(kv_tiles) * kv_tile
+    exact = functools.partial(jnp.matmul, precision="highest")
+
+    def head(counts, indices, q_bounds, kv_bounds):
+        kv_blocks = kv_bounds.shape[0] - 1
+        block = jnp.where(jnp.arange(indices.shape[1]) < counts[:, None], indices, kv_blocks)
+        bitmap = jnp.zeros((indices.shape[0], kv_blocks + 1)).at[jnp.arange(indices.shape[0])[:, None], block].set(1.0)
+        of_rows, of_keys = _tokens(q_bounds, q_tiles, q_tile), _tokens(kv_bounds, kv_tiles, kv_tile)
+        covered = exact(exact(of_rows, bitmap[:, :-1]), of_keys.T)
+        some = (covered > 0) & (begin < most[:, None])
+        every = (covered == of_rows.sum(axis=1, keepdims=True) * kv_tile) & (begin + kv_tile <= least[:, None])
+        picture = some.astype(jnp.int8) + (some & every)
+        picture = picture.T if by_key else picture
+        return _ranked(picture, picture.shape[1])
+
+    return TileLists(*jax.lax.map(lambda x: head(*x), (counts, indices, q_bounds, kv_bounds)))
+
+
+def _tokens(bounds, tiles: int, size: int):
+    """How many tokens each tile has in each block, float32 [tiles, blocks]."""
+    begin = jnp.arange(tiles)[:, None] * size
+    shared = jnp.minimum(begin + size, bounds[None, 1:]) - jnp.maximum(begin, bounds[None, :-1])
+    return jnp.maximum(shared, 0).astype(jnp.float32)
+
+
+def _coverage(mask: BlockMask, device):
+    tokens = np.ones(mask.kv_len, bool)
+    arrays = (mask.counts, mask.indices, mask.limits, mask.q_bounds, mask.kv_bounds, tokens)
+    return jax.device_put(arrays, device)
+
+
+def _block_elements(row_blocks, column_blocks, bitmap, rows: int, columns: int, device) -> BlockElements:
+    """The element mask of blocks; numbers count from 1, so that padding is block 0, which nothing sees."""
+    row_blocks, column_blocks = (
+        np.pad(x + 1, ((0, 0), (0, max(n, -(-x.shape[1] // n) * n) - x.shape[1])))
+        for x, n in ((row_blocks, rows), (column_blocks, columns))
+    )
+    bitmap = np.pad(bitmap, ((0, 0), (1, 0), (1, 0))).astype(np.int8)
+    return jax.device_put(BlockElements(row_blocks, column_blocks, bitmap, None), device)
 
 
 def _lists(mask: BlockMask, rows: int, columns: int, device) -> TileLists:
@@ -108,11 +183,16 @@ def _lists(mask: BlockMask, rows: int, columns: int, device) -> TileLists:
     return build(*(jax.device_put(x, device) for x in (mask.counts, mask.indices, mask.limits)))
 
 
+def _shortened(lists: TileLists) -> TileLists:
+    """The same lists without the slots that none uses."""
+    longest = max(1, int(lists.counts.max()))
+    return dataclasses.replace(lists, indices=lists.indices[:, :, :longest])
+
+
 def _padded(x: np.ndarray, multiple: int) -> np.ndarray:
     """[n] to int32 [1, whole tiles], zeros at the end."""
-    return np.pad(x, (0, -len(x) % multiple))[None]
+    return np.pad(x, (0, max(multiple, -(-len(x) // multiple) * multiple) - len(x)))[None]
 
 
-def _walk(lists: TileLists, starts, ends, q_heads, device) -> ListWalk:
-    elements = jax.device_put(RowIntervals(starts, ends), device)
+def _walk(lists: TileLists, elements, q_heads) -> ListWalk:
     return ListWalk(lists.full, lists.counts, lists.indices, elements, q_heads)

@@ -76,7 +76,7 @@ def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, m_ref, total_ref, *, sca
             at = queries(column)
             s = dot(q_ref[at, :], k, (1, 1)) * (scale * body.LOG2E)
             if masked:
-                s = jnp.where(walk.visible(row, column, tile).T, s, -jnp.inf)
+                s = jnp.where(walk.visible(None, row, column, tile).T, s, -jnp.inf)
             before = total_ref[at]
             p, alpha, m = body.softmax_step(s, m_ref[at], masked)
             total = before * alpha + p.sum(axis=1)
@@ -88,7 +88,7 @@ def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, m_ref, total_ref, *, sca
             m_ref[at], total_ref[at] = m, total
             return carry
 
-        carry = walk.visit(pl.program_id(0), row, step, carry)
+        carry = walk.visit(None, row, step, carry)
         body.barrier()  # the next key tile reads what other threads of this program wrote
         return carry
 
@@ -142,7 +142,7 @@ def _backward_kernel(
             q, dout = q_ref[at, :], dout_ref[at, :]
             p = jnp.exp2(dot(k, q, (1, 1)) * (scale * body.LOG2E) - lse_ref[at][None, :])
             if masked:
-                p = jnp.where(walk.visible(row, column, tile), p, 0.0)
+                p = jnp.where(walk.visible(None, row, column, tile), p, 0.0)
             dv = dv + dot(p.astype(dout.dtype), dout)
             ds = (p * (dot(v, dout, (1, 1)) - delta_ref[at][None, :]) * scale).astype(q.dtype)
             dq = dq_ref[at, :] + dot(ds, k, (0, 0))
@@ -151,7 +151,7 @@ def _backward_kernel(
             return dk + dot(ds, q), dv
 
         zero = jnp.zeros(k.shape, jnp.float32)
-        dk_ref[at_k, :], dv_ref[at_k, :] = walk.visit(pl.program_id(0), row, step, (zero, zero))
+        dk_ref[at_k, :], dv_ref[at_k, :] = walk.visit(None, row, step, (zero, zero))
         body.barrier()  # the next key tile adds to the dq that other threads of this program wrote
         return carry
 

@@ -1,6 +1,6 @@
 """fa2_sparse: FlashAttention-2's schedule over lists of 128 blocks, in Pallas for GPUs in general.
 
-As `triton_vsa`, with tiles of 128 in the forward pass; forward and backward, grouped heads, any block that 16 divides.
+As `triton_vsa`, with tiles of 128 in the forward pass; forward and backward, grouped heads, any blocks.
 """
 
 import functools
@@ -10,7 +10,8 @@ from jax_impl.kernels import triton_vsa
 from jax_impl.kernels.base import Kernel
 from jax_impl.kernels.fa2 import HEAD_DIMS
 from jax_impl.kernels.pallas_triton import Schedule, Tile, Walks
-from jax_impl.kernels.triton_vsa import UniformBlocks, prepare_blocks
+from jax_impl.kernels.triton_vsa import prepare_blocks
+from workload.capability import DYNAMIC_MASKS, Capability
 from workload.problem import AttentionProblem
 
 
@@ -28,7 +29,7 @@ def prepare(problem: AttentionProblem, device=None, *, schedule: Schedule | None
 
 KERNEL = Kernel(
     "fa2_sparse",
-    UniformBlocks(("uniform_block",), head_dims=HEAD_DIMS, source="own, Pallas (Triton backend), tiles of 128"),
+    Capability(DYNAMIC_MASKS, head_dims=HEAD_DIMS, source="own, Pallas (Triton backend), tiles of 128"),
     prepare,
     functools.partial(body.attend, name="fa2_sparse"),
     functools.partial(body.gradients, name="fa2_sparse"),

@@ -126,7 +126,7 @@ def softmax_step(s, m, masked: bool):
 
 
 def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, lse_ref, *, scale, tile, tiles):
-    row = tiles - 1 - pl.program_id(0)
+    row, head = tiles - 1 - pl.program_id(0), pl.program_id(1)
     q = q_ref[...]
 
     def step(column, carry, masked):
@@ -134,7 +134,7 @@ def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, lse_ref, *, scale, tile,
         at = pl.ds(column * tile.columns, tile.columns)
         s = dot(q, k_ref[at, :], (1, 1)) * (scale * LOG2E)
         if masked:
-            s = jnp.where(walk.visible(row, column, tile), s, -jnp.inf)
+            s = jnp.where(walk.visible(head, row, column, tile), s, -jnp.inf)
         p, alpha, m = softmax_step(s, m, masked)
         v = v_ref[at, :]
         acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v)
@@ -145,7 +145,7 @@ def _forward_kernel(walk, q_ref, k_ref, v_ref, out_ref, lse_ref, *, scale, tile,
         jnp.full(tile.rows, -jnp.inf, jnp.float32),
         jnp.zeros(tile.rows, jnp.float32),
     )
-    acc, m, total = walk.visit(pl.program_id(1), row, step, start)
+    acc, m, total = walk.visit(head, row, step, start)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     out_ref[...] = (acc / total[:, None]).astype(out_ref.dtype)
@@ -175,7 +175,7 @@ def forward(q, k, v, walk, scale: float, tile: Tile, *, out_dtype=None, name: st
 
 
 def _dq_kernel(walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, *, scale, tile, tiles):
-    row = tiles - 1 - pl.program_id(0)
+    row, head = tiles - 1 - pl.program_id(0), pl.program_id(1)
     q, dout, lse, delta = q_ref[...], dout_ref[...], lse_ref[...], delta_ref[...]
 
     def step(column, dq, masked):
@@ -183,11 +183,11 @@ def _dq_kernel(walk, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, 
         k = k_ref[at, :]
         p = jnp.exp2(dot(q, k, (1, 1)) * (scale * LOG2E) - lse[:, None])
         if masked:
-            p = jnp.where(walk.visible(row, column, tile), p, 0.0)
+            p = jnp.where(walk.visible(head, row, column, tile), p, 0.0)
         ds = p * (dot(dout, v_ref[at, :], (1, 1)) - delta[:, None])
         return dq + dot(ds.astype(k.dtype), k)
 
-    dq = walk.visit(pl.program_id(1), row, step, jnp.zeros(q.shape, jnp.float32))
+    dq = walk.visit(head, row, step, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
 
 
@@ -204,7 +204,7 @@ def _dkv_kernel(
             q, dout = q_ref[at, g, :], dout_ref[at, g, :]
             p = jnp.exp2(dot(k, q, (1, 1)) * (scale * LOG2E) - lse_ref[g, at][None, :])
             if masked:
-                p = jnp.where(walk.visible(row, column, tile), p, 0.0)
+                p = jnp.where(walk.visible(first_head + g, row, column, tile), p, 0.0)
             dv = dv + dot(p.astype(dout.dtype), dout)
             ds = p * (dot(v, dout, (1, 1)) - delta_ref[g, at][None, :])
             return dk + dot(ds.astype(q.dtype), q), dv

@@ -23,8 +23,9 @@ class RowIntervals:
     starts: jax.Array
     ends: jax.Array
 
-    def visible(self, row, column, tile):
-        """bool [tile.rows, tile.columns] of one tile."""
+    def visible(self, head, row, column, tile):
+        """bool [tile.rows, tile.columns] of one tile; one mask serves all heads."""
+        del head
         rows = pl.ds(row * tile.rows, tile.rows)
         j = column * tile.columns + lax.broadcasted_iota(jnp.int32, (tile.rows, tile.columns), 1)
 
@@ -64,9 +65,34 @@ class RunWalk:
             carry = lax.fori_loop(0, begin.shape[1], run, carry) if begin.shape[1] > 1 else run(0, carry)
         return carry
 
-    def visible(self, row, column, tile):
+    def visible(self, head, row, column, tile):
         """bool [tile.rows, tile.columns] of one tile."""
-        return self.elements.visible(row, column, tile)
+        return self.elements.visible(head, row, column, tile)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockElements:
+    """Element mask of blocks of any size: a row sees a column iff their blocks say so, and its intervals too.
+
+    Attributes:
+      row_block, column_block: int32 [heads, padded rows], [heads, padded columns]; block 0 is padding.
+      bitmap: int8 [heads, row blocks + 1, column blocks + 1].
+      intervals: what a causal mask leaves of a row.
+    """
+
+    row_block: jax.Array
+    column_block: jax.Array
+    bitmap: jax.Array
+    intervals: RowIntervals | None
+
+    def visible(self, head, row, column, tile):
+        """bool [tile.rows, tile.columns] of one tile under the mask of a mask head."""
+        shape = (tile.rows, tile.columns)
+        row_block = self.row_block[head, pl.ds(row * tile.rows, tile.rows)][:, None]
+        column_block = self.column_block[head, pl.ds(column * tile.columns, tile.columns)][None, :]
+        listed = self.bitmap[head, jnp.broadcast_to(row_block, shape), jnp.broadcast_to(column_block, shape)]
+        return (listed != 0) & self.intervals.visible(head, row, column, tile)
 
 
 @jax.tree_util.register_dataclass
@@ -78,26 +104,30 @@ class ListWalk:
       full, counts: int32 [heads, row tiles], listed tiles that need no element mask, and all of them.
       indices: int32 [heads, row tiles, longest].
       elements: the element mask inside the others.
-      q_heads: query heads, of which heads / q_heads share a list; static.
+      q_heads: query heads, which share the lists evenly; static.
     """
 
     full: jax.Array
     counts: jax.Array
     indices: jax.Array
-    elements: RowIntervals
+    elements: RowIntervals | BlockElements
     q_heads: int = dataclasses.field(metadata={"static": True})
 
     def visit(self, head, row, step, carry):
         """Folds step(column, carry, masked) over the column tiles that a query head's row tile lists."""
-        h = head * self.counts.shape[0] // self.q_heads
+        h = self._of(head)
         for begin, end, masked in ((0, self.full[h, row], False), (self.full[h, row], self.counts[h, row], True)):
             body = lambda n, carry, masked=masked: step(self.indices[h, row, n], carry, masked)  # noqa: E731
             carry = lax.fori_loop(begin, end, body, carry)
         return carry
 
-    def visible(self, row, column, tile):
-        """bool [tile.rows, tile.columns] of one tile."""
-        return self.elements.visible(row, column, tile)
+    def visible(self, head, row, column, tile):
+        """bool [tile.rows, tile.columns] of one tile for a query head."""
+        return self.elements.visible(self._of(head), row, column, tile)
+
+    def _of(self, head):
+        """The mask head of a query head."""
+        return head * self.counts.shape[0] // self.q_heads
 
 
 def run_walk(mask: IntervalMask, rows: int, columns: int, device=None, *, hide_padding: bool = False) -> RunWalk:
