@@ -26,11 +26,13 @@ def _place(order, tiles, mask_heads, heads, heads_per_section):
 
 @triton.jit
 def load_rows(desc, batch, head, row, PACK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of pack heads as one matrix [PACK * ROWS, D]."""
     return desc.load([batch, head, row, 0]).reshape(PACK * ROWS, D)
 
 
 @triton.jit
 def store_rows(desc, batch, head, row, x, PACK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Writes x back to the rows of PACK heads that `load_rows` reads, in their dtype."""
     desc.store([batch, head, row, 0], x.to(desc.dtype).reshape(1, PACK, ROWS, D))
 
 

@@ -64,11 +64,13 @@ def _place(order, tiles, heads_per_section):
 
 @triton.jit
 def load_tile(desc, batch, head, row, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head as one matrix [ROWS, D]."""
     return desc.load([batch, head, row, 0]).reshape(ROWS, D)
 
 
 @triton.jit
 def store_tile(desc, batch, head, row, x, ROWS: tl.constexpr, D: tl.constexpr):
+    """Writes x back to the rows of one head that `load_tile` reads, in their dtype."""
     desc.store([batch, head, row, 0], x.to(desc.dtype).reshape(1, 1, ROWS, D))
 
 
