@@ -7,6 +7,7 @@ where lse is an argument, so the out and lse of a larger problem serve as well. 
 import functools
 import importlib
 import importlib.util
+import pathlib
 
 import torch
 
@@ -24,16 +25,17 @@ from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 
 NAME = "fa3"
-CUTE, INTERFACE = "flash_attn.cute.interface", "flash_attn_interface"
+CUTE, INTERFACE = "flash_attn.cute", "flash_attn_interface"
 
 
 @functools.cache
 def installed(module: str) -> str | None:
-    """None where the module can be imported, else why not. Only its parents are imported."""
-    try:
-        return None if importlib.util.find_spec(module) else f"{module} is not installed"
-    except ImportError:
-        return f"{module} is not installed"
+    """None where a top-level module, or TOP.SUB, is on the path, else the reason. Imports nothing."""
+    top, _, sub = module.partition(".")
+    spec = importlib.util.find_spec(top)
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    found = spec and (not sub or any((pathlib.Path(place) / sub).exists() for place in places))
+    return None if found else f"{module} is not installed"
 
 
 def on_hopper() -> str | None:
@@ -96,7 +98,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     q, k, v = (fold(x, operands).contiguous() for x in (q, k, v))
     if installed(CUTE) is None:
         options = _cute_options(operands, scale)
-        out, lse, *_ = package(CUTE)._flash_attn_fwd(q, k, v, return_lse=True, **options)
+        out, lse, *_ = package(f"{CUTE}.interface")._flash_attn_fwd(q, k, v, return_lse=True, **options)
     else:
         lengths = {} if operands.cu_q is None else {
             "cu_seqlens_q": operands.cu_q, "cu_seqlens_k": operands.cu_kv,
@@ -119,7 +121,8 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     q, k, v, out, dout = (fold(x, operands).contiguous() for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
     lse = fold_lse(lse, operands)
     if installed(CUTE) is None:
-        grads = package(CUTE)._flash_attn_bwd(q, k, v, out, dout, lse, **_cute_options(operands, scale))[:3]
+        options = _cute_options(operands, scale)
+        grads = package(f"{CUTE}.interface")._flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
     else:
         grads = [torch.empty_like(x) for x in (q, k, v)]
         package(INTERFACE)._flash_attn_backward(

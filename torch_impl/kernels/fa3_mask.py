@@ -79,7 +79,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse, *_ = package(CUTE)._flash_attn_fwd(
+    out, lse, *_ = package(f"{CUTE}.interface")._flash_attn_fwd(
         q, k, v, return_lse=True, **_options(operands, operands.key_blocks, scale))
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
@@ -93,7 +93,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
     q, k, v, out, dout = (x.contiguous() for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return package(CUTE)._flash_attn_bwd(
+    return package(f"{CUTE}.interface")._flash_attn_bwd(
         q, k, v, out, dout, lse, **_options(operands, operands.query_blocks, scale))[:3]
 
 
