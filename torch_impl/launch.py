@@ -1,8 +1,7 @@
-"""One process a rank: join a job that a launcher started, or start the ranks of this host; twin of jax_impl/launch.py.
+"""One process a rank: join a job that a launcher started, or start this host's ranks; twin of jax_impl/launch.py.
 
-A job started by torchrun, SLURM or Open MPI is detected by the variables they set. `spawn` starts ranks by
-itself and watches them: a rank that is lost, fails or lags ends the whole job within the deadline, with a message
-that names the rank, the step it was at, the peers it waited for, and the end of its stderr.
+A job started by torchrun, SLURM or Open MPI is detected by the variables they set (workload/ranks.py). `spawn` starts
+ranks by itself and watches them.
 
     python -m torch_impl.launch --ranks 8 -- python -m MODULE ...
     python -m torch_impl.launch --ranks 8 --hosts 2 --host 0 --coordinator 10.0.0.1:29500 -- python -m MODULE ...
@@ -10,114 +9,22 @@ that names the rank, the step it was at, the peers it waited for, and the end of
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import mmap
+import datetime
 import os
-import re
 import shlex
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-RECORD_BYTES = 1024
-LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
-TAIL_LINES = 15
+import torch
+import torch.distributed as dist
 
+from workload import ranks as processes
+from workload.ranks import LAGGED, Place, Progress, RankFailure, detect
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a process stands in its job.
+__all__ = ["LAGGED", "Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
 
-    Attributes:
-      rank, world: of all hosts.
-      local_rank, local_world: on this host; local_rank picks the device.
-      coordinator: "host:port" of rank 0's store.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    coordinator: str
-
-
-class RankFailure(RuntimeError):
-    """A rank was lost, failed or lagged; the message names rank, step, peers and the end of its stderr.
-
-    Attributes:
-      rank: the rank that ended the job.
-      steps: for each local rank, the step it was last at.
-    """
-
-    def __init__(self, rank: int, steps: Mapping[int, str], message: str):
-        super().__init__(message)
-        self.rank = rank
-        self.steps = dict(steps)
-
-
-# ---- joining -------------------------------------------------------------------------------------
-
-
-def detect(environ: Mapping[str, str] | None = None) -> Place | None:
-    """The place that torchrun, SLURM or Open MPI gave this process, in that order; None outside a job.
-
-    >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    ...         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}).coordinator
-    '10.0.0.1:29500'
-    """
-    env = os.environ if environ is None else environ
-    found = (read(env) for read in (_torchrun, _slurm, _open_mpi))
-    return next((place for place in found if place is not None), None)
-
-
-def _torchrun(env) -> Place | None:
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
-    world = int(env["WORLD_SIZE"])
-    return Place(int(env["RANK"]), world, int(env.get("LOCAL_RANK", env["RANK"])),
-                 int(env.get("LOCAL_WORLD_SIZE", world)), _address(env, "127.0.0.1"))
-
-
-def _slurm(env) -> Place | None:
-    if "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", 1)) < 2:
-        return None
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    port = 61440 + int(env.get("SLURM_JOB_ID", 0)) % 4096  # two jobs of one host must not share a port
-    per_node = int(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"]).split("(")[0].split(",")[0])
-    return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), per_node,
-                 _address(env, first_host(nodes), port))
-
-
-def _open_mpi(env) -> Place | None:
-    if "OMPI_COMM_WORLD_RANK" not in env:
-        return None
-    # mpirun 4 tells where it runs, "id;tcp://10.96.0.1,10.148.0.1:34911"; mpirun 5 does not: MASTER_ADDR then.
-    uri = re.search(r"tcp6?://\[?([^,:\]]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    return Place(int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"]),
-                 int(env["OMPI_COMM_WORLD_LOCAL_RANK"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-                 _address(env, uri.group(1) if uri else "127.0.0.1"))
-
-
-def _address(env, host: str, port: int = 29500) -> str:
-    return f"{env.get('MASTER_ADDR', host)}:{env.get('MASTER_PORT', port)}"
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list.
-
-    >>> first_host("gpu[017-020,033],login1"), first_host("a1,a2")
-    ('gpu017', 'a1')
-    """
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if not match:
-        raise ValueError(f"nodes: {nodes!r} is no node list")
-    return match.group(1) + (match.group(2) or "")
+HOSTED = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's word, and spawn's, for: the launcher holds the store
 
 
 @contextlib.contextmanager
@@ -130,11 +37,6 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
       timeout_s: longest wait for a peer, at the start and in a collective; torch.distributed ends a
         process that waited longer.
     """
-    import datetime
-
-    import torch
-    import torch.distributed as dist
-
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = None
     if backend == "nccl":
@@ -142,7 +44,7 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
         torch.cuda.set_device(device)
     host, port = place.coordinator.rsplit(":", 1)
     wait = datetime.timedelta(seconds=timeout_s)
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's or spawn's: it stands already
+    hosted = os.environ.get(HOSTED) == "True"
     store = dist.TCPStore(host, int(port), place.world, place.rank == 0 and not hosted, timeout=wait)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=wait,
                             device_id=device)
@@ -150,75 +52,6 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
         yield place
     finally:
         dist.destroy_process_group()
-
-
-# ---- what a rank is doing ------------------------------------------------------------------------
-
-
-class Progress:
-    """The step a rank is at, kept where its launcher can read it after the rank is gone.
-
-    It lies beside the error file that torchrun (and `spawn`) names for each rank; without one it is kept in memory.
-    """
-
-    def __init__(self, environ: Mapping[str, str] | None = None):
-        named = (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
-        self._count = 0
-        if named:
-            path = _progress_path(named)
-            path.write_bytes(bytes(RECORD_BYTES))
-            with open(path, "r+b") as file:
-                self._record = mmap.mmap(file.fileno(), RECORD_BYTES)
-        else:
-            self._record = mmap.mmap(-1, RECORD_BYTES)
-
-    def at(self, step: str, peers: Sequence[int] = ()) -> None:
-        """Records that this rank is at a step and exchanges with these ranks of the job."""
-        self._count += 1
-        text = json.dumps({"count": self._count, "step": step[:700], "peers": list(peers)[:16]}).encode()
-        self._record[: len(text) + 1] = text + b"\0"
-
-    @property
-    def current(self) -> str:
-        """What `at` recorded last, in words."""
-        return _words(self._record[:])
-
-
-def _progress_path(error_file: str) -> Path:
-    return Path(error_file).with_suffix(".progress")
-
-
-def _read(record: bytes) -> dict:
-    text = record.split(b"\0", 1)[0]
-    return json.loads(text) if text else {"count": 0, "step": "start", "peers": []}
-
-
-def _words(record: bytes) -> str:
-    state = _read(record)
-    peers = f", peer {', '.join(map(str, state['peers']))}" if state["peers"] else ""
-    return f"step '{state['step']}'{peers}"
-
-
-# ---- starting ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Child:
-    rank: int
-    process: subprocess.Popen
-    folder: Path
-
-    def state(self) -> dict:
-        path = self.folder / "error.progress"
-        return _read(path.read_bytes() if path.exists() else b"")
-
-    def words(self) -> str:
-        path = self.folder / "error.progress"
-        return _words(path.read_bytes() if path.exists() else b"")
-
-    def tail(self) -> str:
-        lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:]) or "  | (stderr is empty)"
 
 
 def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Mapping[str, str] | None = None,
@@ -236,96 +69,19 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
     """
     if hosts > 1 and coordinator is None:
         raise ValueError("coordinator: needed where hosts > 1")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        store = _host_store(coordinator, ranks * hosts, deadline_s) if host == 0 else None
-        address = coordinator or "127.0.0.1:0"
-        if store is not None:
-            address = f"{address.rsplit(':', 1)[0]}:{store.port}"
-        children: list[_Child] = []
-        try:
-            for local in range(ranks):
-                place = Place(host * ranks + local, hosts * ranks, local, ranks, address)
-                children.append(_start(command, place, Path(folder), environ))
-            _watch(children, time.monotonic() + deadline_s, deadline_s)
-            return [(c.folder / "stdout").read_text(errors="replace") for c in children]
-        finally:
-            for child in children:
-                _end(child.process)
-
-
-def _host_store(coordinator: str | None, world: int, deadline_s: float):
-    """The store that ranks meet at. The launcher holds it, so that its port is free for certain."""
-    import datetime
-
-    import torch.distributed as dist
-
-    port = int(coordinator.rsplit(":", 1)[1]) if coordinator else 0
-    return dist.TCPStore("0.0.0.0", port, world, True, timeout=datetime.timedelta(seconds=deadline_s),
-                         wait_for_workers=False)
-
-
-def _start(command, place: Place, parent: Path, environ) -> _Child:
-    folder = parent / str(place.rank)
-    folder.mkdir()
-    host, port = place.coordinator.rsplit(":", 1)
-    env = dict(os.environ if environ is None else environ)
-    env.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
-               LOCAL_WORLD_SIZE=str(place.local_world), MASTER_ADDR=host, MASTER_PORT=port,
-               TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_ERROR_FILE=str(folder / "error.json"))
-    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-        process = subprocess.Popen(list(command), stdout=out, stderr=err, env=env, start_new_session=True)
-    return _Child(place.rank, process, folder)
-
-
-def _watch(children: Sequence[_Child], until: float, deadline_s: float) -> None:
-    """Waits for all ranks; raises `RankFailure` at the first that fails, or at the deadline."""
-    while True:
-        status = [c.process.poll() for c in children]
-        if all(s == 0 for s in status):
-            return
-        if any(status):
-            time.sleep(0.2)  # a lost rank drags its peers down: let the cause show beside them
-            raise _failure(children)
-        if time.monotonic() > until:
-            raise _failure(children, deadline_s)
-        time.sleep(0.05)
-
-
-def _failure(children: Sequence[_Child], deadline_s: float | None = None) -> RankFailure:
-    """Picks the rank that is the cause: lost by a signal, failed by itself, or else the one furthest behind."""
-    status = {c.rank: c.process.poll() for c in children}  # None while it runs, negative: ended by that signal
-    count = {c.rank: c.state()["count"] for c in children}
-    lost = [c for c in children if (status[c.rank] or 0) < 0]
-    failed = [c for c in children if (status[c.rank] or 0) not in (0, LAGGED) and c not in lost]
-    running = [c for c in children if status[c.rank] in (None, LAGGED)]
-    cause = min(lost or failed or running, key=lambda c: count[c.rank])
-    code = status[cause.rank] or 0
-    if lost:
-        what = f"was lost ({signal.Signals(-code).name})"
-    elif failed:
-        what = f"failed (exit status {code})"
-    else:
-        what = "is the furthest behind" + (f" at the deadline of {deadline_s:g} s" if deadline_s else "")
-    steps = {c.rank: c.words() for c in children}
-    others = "".join(f"\nrank {r} was at {words}" for r, words in steps.items() if r != cause.rank)
-    message = f"rank {cause.rank} of {len(children)} {what} at {steps[cause.rank]}\n{cause.tail()}{others}"
-    return RankFailure(cause.rank, steps, message)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a rank and what it started; it was started as the leader of its own process group."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, kind)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=2.0)
+    address, port = (coordinator or "127.0.0.1:0").rsplit(":", 1)
+    if host == 0:  # the launcher holds the store, so that its port is free for certain
+        store = dist.TCPStore("0.0.0.0", int(port), ranks * hosts, True, wait_for_workers=False,
+                              timeout=datetime.timedelta(seconds=deadline_s))
+        port = str(store.port)
+    environ = dict(os.environ if environ is None else environ) | {HOSTED: "True"}
+    return processes.spawn(command, ranks, f"{address}:{port}", deadline_s=deadline_s, environ=environ, hosts=hosts,
+                           host=host)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: starts this host's ranks and prints what rank 0 prints, or the failure."""
-    parser = argparse.ArgumentParser(prog="torch_impl.launch", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="torch_impl.launch", description="Starts the ranks of this host.")
     parser.add_argument("--ranks", type=int, required=True, help="ranks on this host")
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="which host this is, from 0")

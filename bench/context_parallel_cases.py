@@ -1,0 +1,101 @@
+"""A case of the context-parallel bench: one scheme on one attention problem over some ranks; its key names it all."""
+
+import dataclasses
+from typing import Any
+
+from bench.cases import STACKS, ProblemSpec
+from workload.problem import AttentionProblem
+from workload.schedule import Schedule, make_schedule
+from workload.sharding import KINDS, shardings
+from workload.signature import Signature
+from workload.topology import SCHEMES, Topology, make_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One scheme to measure, forward and backward.
+
+    Attributes:
+      stack, scheme: of `STACKS`, `SCHEMES`.
+      spec: the global problem.
+      world: ranks.
+      sharding: of `KINDS`.
+      ulysses, window: of the topology, 0 for the scheme's default.
+      ranks_per_node: of the topology.
+      kernel: the local kernel, "" for the stack's default.
+      travel: dtype of gradient sums in flight.
+
+    Raises ValueError naming the field that is wrong.
+    """
+
+    stack: str
+    scheme: str
+    spec: ProblemSpec
+    world: int
+    sharding: str = "zigzag"
+    ulysses: int = 0
+    window: int = 0
+    ranks_per_node: int = 8
+    kernel: str = ""
+    travel: str = "float32"
+
+    def __post_init__(self):
+        for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", KINDS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
+        if self.world < 1:
+            raise ValueError(f"world: {self.world} < 1")
+
+    @property
+    def key(self) -> str:
+        """All fields in one word."""
+        grid = "".join(f"/{n}{getattr(self, n)}" for n in ("ulysses", "window") if getattr(self, n))
+        kernel = f"/{self.kernel}" if self.kernel else ""
+        travel = "" if self.travel == "float32" else f"/travel-{self.travel}"
+        return f"{self.stack}/{self.scheme}{grid}/w{self.world}/{self.sharding}{kernel}{travel}/{self.spec.label}"
+
+    @property
+    def topology(self) -> Topology:
+        """The grid; `Unsupported` where there is none."""
+        return make_topology(self.scheme, self.world, ulysses=self.ulysses or None, window=self.window or None,
+                             ranks_per_node=self.ranks_per_node)
+
+    def granule(self, problem: AttentionProblem) -> int:
+        """Tokens that a sharding keeps together: whole blocks of a uniform dynamic mask."""
+        return getattr(problem.mask, "block", None) or 1
+
+    def schedule(self, problem: AttentionProblem | None = None) -> Schedule:
+        """What the ranks execute."""
+        problem, topology = problem or self.spec.problem(), self.topology
+        held = shardings(self.sharding, problem.mask, topology, granule=self.granule(problem))
+        return make_schedule(self.scheme, problem, topology, *held, travel=self.travel)
+
+    def record(self) -> dict[str, Any]:
+        """The case as it stands in a row."""
+        fields = dataclasses.asdict(self)
+        return fields | {"spec": fields["spec"] | {"settings": dict(self.spec.settings)}}
+
+
+def from_record(fields: dict[str, Any]) -> Case:
+    """The inverse of `Case.record`."""
+    return Case(**fields | {"spec": ProblemSpec(**fields["spec"])})
+
+
+def operand_bytes(signature: Signature, which: str) -> dict[str, int]:
+    """Bytes that a rank hands to collectives in a pass, by kind."""
+    found: dict[str, int] = {}
+    for c in signature.collectives(which):
+        found[c.kind] = found.get(c.kind, 0) + c.operand_bytes
+    return found
+
+
+def plan_of_schedule(schedule: Schedule) -> dict[str, Any]:
+    """What a row tells of its schedule: steps, bytes of each pass, balance."""
+    signature = schedule.signature
+    return {
+        "steps": len(signature.steps),
+        "operand_bytes": {which: operand_bytes(signature, which) for which in ("forward", "backward")},
+        "wire_bytes": {which: signature.wire_bytes(which) for which in ("forward", "backward")},
+        "total_balance": schedule.total_balance, "step_balance": schedule.step_balance,
+        "redundancy": schedule.redundancy(), "rotations_left_out": schedule.rotations_left_out,
+    }

@@ -1,0 +1,80 @@
+"""Processes as ranks: the variables of three launchers, and jobs that end well, fail or lag."""
+
+import contextlib
+import doctest
+import os
+import sys
+import time
+
+import pytest
+
+from workload import ranks
+from workload.ranks import Place, RankFailure, detect, spawn
+
+SCRIPT = """
+import os, sys, time
+from workload.ranks import Progress
+rank, progress = int(os.environ["RANK"]), Progress()
+for n in range(3 + rank):
+    progress.at(f"step {n}", [(rank + 1) % 3])
+"""
+
+
+def script(body: str) -> list[str]:
+    return [sys.executable, "-c", SCRIPT + body]
+
+
+def test_doctests():
+    assert doctest.testmod(ranks).failed == 0
+
+
+def test_detects_torchrun():
+    env = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "h",
+           "MASTER_PORT": "5"}
+    assert detect(env) == Place(9, 16, 1, 8, "h:5")
+
+
+def test_detects_slurm():
+    env = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+           "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_JOB_ID": "4097"}
+    assert detect(env) == Place(5, 6, 2, 3, "gpu007:61441")
+
+
+def test_detects_open_mpi():
+    env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.96.0.1,10.148.0.1:34911"}
+    assert detect(env) == Place(3, 4, 1, 2, "10.96.0.1:29500")
+
+
+def test_detects_nothing_outside_a_job():
+    assert detect({"PATH": "/bin"}) is None
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_each_rank_returns_its_stdout_and_sees_its_place():
+    body = "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])"
+    said = spawn(script(body), 3, "127.0.0.1:1", deadline_s=30)
+    assert [s.split() for s in said] == [[str(r), "3", str(r)] for r in range(3)]
+
+
+def test_failing_rank_is_named_with_its_step_peer_and_stderr():
+    with pytest.raises(RankFailure) as caught:
+        spawn(script("assert rank != 2, 'the reason'\ntime.sleep(60)"), 3, "127.0.0.1:1", deadline_s=30)
+    assert caught.value.rank == 2
+    message = str(caught.value)
+    assert "rank 2 of 3 failed (exit status 1) at step 'step 4', peer 0" in message
+    assert "AssertionError: the reason" in message and "rank 1 was at step 'step 3', peer 2" in message
+
+
+def test_job_past_its_deadline_names_the_rank_furthest_behind_and_leaves_no_process():
+    begin = time.monotonic()
+    body = "open(sys.argv[1] + str(rank), 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    folder = os.environ.get("TMPDIR", "/tmp") + f"/launch-test-{os.getpid()}-"
+    with pytest.raises(RankFailure, match="rank 0 of 3 is the furthest behind at the deadline of 2 s at step 'step 2'"):
+        spawn([*script(body), folder], 3, "127.0.0.1:1", deadline_s=2)
+    assert time.monotonic() - begin < 15
+    for rank in range(3):
+        with contextlib.suppress(FileNotFoundError), open(folder + str(rank)) as file:
+            pid = int(file.read())
+            os.unlink(folder + str(rank))
+            assert not os.path.exists(f"/proc/{pid}")
