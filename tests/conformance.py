@@ -119,6 +119,8 @@ CASES = (
     Case("scale_and_padded_head_dim", _static("causal"), head_dim=80, scale=0.37, q_heads=2, kv_heads=2, batch=1),
     Case("one_token", _static("causal"), q_len=1, kv_len=1),
     Case("one_past_a_tile", _static("causal"), q_len=65, kv_len=129),
+    Case("lengths_127_193", _static("causal_sliding_window", 90), q_len=127, kv_len=193),
+    Case("lengths_128_200", _static("full"), q_len=128, kv_len=200),
     Case("half_precision", _static("causal_document", LENGTHS), dtype="bfloat16"),
 )
 
@@ -167,6 +169,22 @@ def check(run: Callable, case: Case, kernel: str) -> None:
         if not error <= budget[name]:
             wrong.append(f"{name}: error {error:.3g} > {budget[name]:.3g}")
     assert not wrong, f"{kernel} on {case.name}: " + "; ".join(wrong)
+
+
+def check_rows_without_keys(run: Callable, kernel: str, takes: Capability) -> None:
+    """A6: emptying some rows leaves out, lse and dq of the others bit for bit as they were."""
+    results = []
+    emptied = np.zeros(SMALL["q_len"], bool)
+    emptied[[3, 4, 5, 40, 74]] = True
+    for rows in (emptied, np.zeros_like(emptied)):
+        mask = lambda q, k, _, rows=rows: masks.from_intervals([np.zeros(q)], [np.where(rows, 0, k)], k)  # noqa: E731
+        results.append(run(kernel, Case("rows", mask, **SMALL).within(takes).problem, inputs(CASES[0].problem))[1])
+    some, all_rows = results
+    for name in ("out", "dq"):
+        np.testing.assert_array_equal(some[name][:, ~emptied], all_rows[name][:, ~emptied])
+        assert not some[name][:, emptied].any()
+    np.testing.assert_array_equal(some["lse"][..., ~emptied], all_rows["lse"][..., ~emptied])
+    assert np.isneginf(some["lse"][..., emptied]).all()
 
 
 def passes_of(takes: Capability) -> tuple[str, ...]:

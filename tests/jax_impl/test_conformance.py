@@ -10,6 +10,8 @@ import pytest
 from jax_impl import kernels
 from tests import conformance
 from tests.jax_impl.interpret_patch import interpreted
+from workload import masks
+from workload.problem import AttentionProblem
 
 NATIVE = ("naive", "sdpa", "cudnn")  # not in an interpreter on a CPU
 
@@ -63,3 +65,29 @@ def test_right_values(name, toy):
     if reason := kernel.refuse(toy.case.problem, conformance.passes_of(kernel.capability)):
         pytest.skip(f"{name} {reason}")
     toy.check(run, name)
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+def test_rows_without_keys_leave_others_alone(name):
+    conformance.check_rows_without_keys(run, name, kernels.get(name).capability)
+
+
+LENGTH, HEADS, DIM = (262_144, 64, 128) if jax.default_backend() == "gpu" else (70, 3, 64)
+DENSE = ("naive", "sdpa", "cudnn")  # they make, or may make, length x length cells
+
+
+@pytest.mark.parametrize("name", [n for n in kernels.NAMES if (n in DENSE) == (LENGTH == 70)])
+def test_offsets_beyond_32_bits(name):
+    """F1: 2^31 elements; each row sees itself alone, so out is v, dv is dout, and dq, dk are 0."""
+    kernel = kernels.get(name)
+    dtype = "bfloat16" if "bfloat16" in kernel.capability.dtypes else kernel.capability.dtypes[0]
+    problem = AttentionProblem(masks.causal_sliding_window(LENGTH, LENGTH, 0), 1, HEADS, HEADS, DIM, dtype)
+    if reason := kernel.refuse(problem, conformance.passes_of(kernel.capability)):
+        pytest.skip(f"{name} {reason}")
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, v, dout = (jax.random.normal(key, problem.q_shape, dtype) for key in keys)
+    operands = kernel.prepare(problem)
+    out, lse = jax.jit(kernel.forward, static_argnums=4)(q, q, v, operands, problem.scale)
+    dq, dk, dv = jax.jit(kernel.backward, static_argnums=7)(q, q, v, out, lse, dout, operands, problem.scale)
+    assert bool((out == v).all()) and bool((dv == dout).all())
+    assert max(float(jnp.abs(g).max()) for g in (dq, dk)) < 0.05

@@ -5,6 +5,8 @@ import torch
 
 from tests import conformance
 from torch_impl import kernels
+from workload import masks
+from workload.problem import AttentionProblem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = ("naive", "sdpa", "cudnn", "fa2", "fa3", "flex", "flex_sparse")  # not in an interpreter on a CPU
@@ -66,3 +68,31 @@ def test_right_values(name, toy):
 def test_fresh_memory_is_poisoned():
     with poisoned():
         assert torch.empty(7).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+def test_rows_without_keys_leave_others_alone(name):
+    conformance.check_rows_without_keys(run, name, kernels.get(name).capability)
+
+
+LENGTH, HEADS, DIM = (262_144, 64, 128) if DEVICE == "cuda" else (70, 3, 64)
+DENSE = ("naive", "sdpa", "cudnn")  # they make, or may make, length x length cells
+
+
+@pytest.mark.parametrize("name", [n for n in kernels.NAMES if (n in DENSE) == (LENGTH == 70)])
+def test_offsets_beyond_32_bits(name):
+    """F1: 2^31 elements; each row sees itself alone, so out is v, dv is dout, and dq, dk are 0."""
+    kernel = kernels.get(name)
+    dtype = "bfloat16" if "bfloat16" in kernel.capability.dtypes else kernel.capability.dtypes[0]
+    problem = AttentionProblem(masks.causal_sliding_window(LENGTH, LENGTH, 0), 1, HEADS, HEADS, DIM, dtype)
+    if reason := kernel.refuse(problem, conformance.passes_of(kernel.capability)):
+        pytest.skip(f"{name} {reason}")
+    make = torch.Generator(DEVICE).manual_seed(0)
+    q, v, dout = (
+        torch.randn(problem.q_shape, dtype=getattr(torch, dtype), device=DEVICE, generator=make) for _ in range(3)
+    )
+    operands = kernel.prepare(problem, q.device)
+    out, lse = kernel.forward(q, q, v, operands, problem.scale)
+    dq, dk, dv = kernel.backward(q, q, v, out, lse, dout, operands, problem.scale)
+    assert out.equal(v) and dv.equal(dout)
+    assert max(float(g.abs().max()) for g in (dq, dk)) < 0.05
