@@ -70,15 +70,21 @@ class Watch:
 
 
 class Pending:
-    """A collective in flight: `wait` returns what it filled."""
+    """A collective in flight: `wait`, once, returns what it filled.
+
+    It keeps the operands alive until `wait`. After that it keeps nothing (not even the works, which hold their
+    outputs): memory is then ordered by the caller's stream alone, and the allocator may hand it out again.
+    """
 
     def __init__(self, name: str, works: Sequence, operands: Sequence[torch.Tensor], result):
         self._name, self._works, self._operands, self._result = name, list(works), operands, result
-        self._waited = False
+        self._passed: torch.cuda.Event | None = None
 
     def done(self) -> bool:
         """Whether it is over (on the device too)."""
-        return self._waited or all(work.is_completed() for work in self._works)
+        if self._passed is not None:
+            return self._passed.query()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self):
         """The result, once the current stream may read it. RuntimeError naming rank, step and peers if it failed."""
@@ -87,10 +93,11 @@ class Pending:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(f"{self._name} failed: {error}") from error
-        # gloo's wait is the end of it (and its reduce_scatter never says so itself); NCCL's only orders streams
-        self._waited = not any(x.is_cuda for x in self._operands)
-        self._operands = ()
-        return self._result
+        if any(x.is_cuda for x in self._operands):  # NCCL's wait only orders streams; gloo's is the end of it
+            self._passed = torch.cuda.Event()
+            self._passed.record()
+        result, self._result, self._works, self._operands = self._result, None, [], ()
+        return result
 
 
 class Communicator:
