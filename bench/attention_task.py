@@ -115,14 +115,15 @@ def _build(case: cases.Case) -> _Ready:
         return kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
 
     arguments: list[tuple] = [(q, k, v, operands) for q, k, v, _ in tensors]
-    compiled, compile_seconds, first = stack.compile(forward, *arguments[0])
+    compiled, compile_seconds, first = stack.compile((case.kernel, "forward", problem.scale), forward, *arguments[0])
     if case.which == "backward":
         saved = [first, *(compiled(*a) for a in arguments[1:])]
         arguments = [
             (q, k, v, *out_lse, dout, operands)
             for (q, k, v, dout), out_lse in zip(tensors, saved, strict=True)
         ]
-        compiled, compile_seconds, first = stack.compile(backward, *arguments[0])
+        compiled, compile_seconds, first = stack.compile(
+            (case.kernel, "backward", problem.scale), backward, *arguments[0])
     head, other = (stack.take(x[0][:, :, :1]) for x in (first, compiled(*arguments[-1])))
     ready = _Ready(
         lambda n: compiled(*arguments[n % sets]), compiled, prepare_seconds, compile_seconds,

@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.timing import difference_sampler, wall_sampler
 from jax_impl import kernels
+from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 256 << 20  # several times the L2 of any card
@@ -28,6 +29,7 @@ class Stack:
     name = "jax"
 
     def __init__(self):
+        self._compiled: dict[Hashable, tuple[Callable, float]] = {}
         self.device = jax.default_backend()
         self.on_gpu = self.device == "gpu"
         self.timer = "difference of batches with and without the call" if self.on_gpu else "wall time"
@@ -53,6 +55,25 @@ class Stack:
         """A result as float64 NumPy."""
         return np.asarray(x).astype(np.float64)
 
+    float32 = jnp.float32
+
+    def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """x in another array's dtype."""
+        return x.astype(other.dtype)
+
+    def random(self, problem: AttentionProblem) -> list[jax.Array]:
+        """q, k, v, dout of a problem, standard normal, made on the device."""
+        shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        return [jax.random.normal(k, s, problem.dtype) for k, s in zip(keys, shapes, strict=True)]
+
+    def prepare_alike(self, kernel, problems: Sequence[AttentionProblem]) -> list[Any]:
+        """Operands of problems of one shape, zero-padded to equal shapes, so that one compilation serves them all."""
+        host = jax.local_devices(backend="cpu")[0]
+        stacked = stack_operands([kernel.prepare(p, host) for p in problems])
+        alike = [jax.tree.map(lambda x, n=n: jnp.asarray(x[n]), stacked) for n in range(len(problems))]
+        return jax.block_until_ready(alike)
+
     def finish(self, result: Any = None) -> None:
         """Waits until the result is there."""
         jax.block_until_ready(result)
@@ -61,11 +82,19 @@ class Stack:
         """The kernel's operands, finished."""
         return jax.block_until_ready(kernel.prepare(problem))
 
-    def compile(self, function: Callable, *arguments) -> tuple[Callable, float, Any]:
-        """(callable, seconds of tracing and compiling, its first result)."""
-        began = time.perf_counter()
-        compiled = jax.jit(function).lower(*arguments).compile()
-        seconds = time.perf_counter() - began
+    def compile(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float, Any]:
+        """(callable, seconds of tracing and compiling, its first result).
+
+        A function of the same name on operands of the same shapes and static parts is compiled once: another mask
+        of the same signature costs nothing, and is told the seconds of the first.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (name, tree, tuple((x.shape, str(x.dtype)) for x in leaves))
+        if key not in self._compiled:
+            began = time.perf_counter()
+            compiled = jax.jit(function).lower(*arguments).compile()
+            self._compiled[key] = compiled, time.perf_counter() - began
+        compiled, seconds = self._compiled[key]
         return compiled, seconds, jax.block_until_ready(compiled(*arguments))
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:

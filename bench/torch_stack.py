@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Stack:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.on_gpu = self.device == "cuda"
         self.timer = "CUDA events around each call" if self.on_gpu else "wall time"
-        self.memory_method = "torch.cuda.max_memory_allocated" if self.on_gpu else "peak resident set, operands included"
+        self.memory_method = "torch.cuda.max_memory_allocated" if self.on_gpu else "peak resident set of the process"
 
     def environment(self) -> dict[str, Any]:
         """Versions and device of this stack."""
@@ -55,6 +55,22 @@ class Stack:
         """A result as float64 NumPy."""
         return x.detach().double().cpu().numpy()
 
+    float32 = torch.float32
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """x in another tensor's dtype."""
+        return x.to(other.dtype)
+
+    def random(self, problem: AttentionProblem) -> list[torch.Tensor]:
+        """q, k, v, dout of a problem, standard normal, made on the device."""
+        shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
+        dtype = getattr(torch, problem.dtype)
+        return [torch.randn(s, dtype=torch.float32, device=self.device).to(dtype) for s in shapes]
+
+    def prepare_alike(self, kernel, problems: Sequence[AttentionProblem]) -> list[Any]:
+        """Operands of problems of one shape; their own shapes may differ."""
+        return [self.prepare(kernel, p) for p in problems]
+
     def finish(self, result: Any = None) -> None:
         """Waits until all work is done."""
         if self.on_gpu:
@@ -66,11 +82,14 @@ class Stack:
         self.finish()
         return operands
 
-    def compile(self, function: Callable, *arguments) -> tuple[Callable, float, Any]:
+    def compile(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float, Any]:
         """(callable, seconds of its first call, its first result): Triton and Inductor compile at the first call."""
+        del name  # its compilers keep their own caches
+
         def run(*args):
             with torch.no_grad():
                 return function(*args)
+
         began = time.perf_counter()
         first = run(*arguments)
         self.finish()

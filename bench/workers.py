@@ -19,8 +19,8 @@ from typing import Any
 MEMORY_WORDS = ("out of memory", "out_of_memory", "resource_exhausted", "bad_alloc", "memoryerror", "cannot allocate")
 ENVIRONMENT = {
     "jax": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # the other stack's worker lives on the same card
-    "torch": {},
-    "judge": {"JAX_PLATFORMS": "cpu"},  # Orbax with JAX on the CPU, beside PyTorch on the GPU
+    "torch": {"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin while another process computes cost it 100 times
+    "judge": {"OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"},  # Orbax on the CPU, PyTorch on the GPU
 }
 
 

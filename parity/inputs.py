@@ -26,8 +26,8 @@ class InputSpec:
 
 
 @functools.lru_cache(maxsize=2)
-def _pool(seed: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, 77])).standard_normal(POOL, np.float32)
+def _pool(seed: int, dtype: str) -> np.ndarray:
+    return stored(np.random.Generator(np.random.PCG64([seed, 77])).standard_normal(POOL, np.float32), dtype)
 
 
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:
@@ -53,14 +53,14 @@ def widened(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
-def make_inputs(problem: AttentionProblem, spec: InputSpec = InputSpec()) -> dict[str, np.ndarray]:
+def make_inputs(problem: AttentionProblem, spec: InputSpec) -> dict[str, np.ndarray]:
     """q, k, v, dout in [batch, seq, heads, head_dim], standard normal, as `stored`."""
-    pool = stored(_pool(spec.seed), problem.dtype)
+    pool = _pool(spec.seed, problem.dtype)
     shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
     made = {}
     for place, (name, shape) in enumerate(zip(TENSORS, shapes, strict=True)):
         offset = (place * (POOL // 4) + spec.number * 104_729) % POOL
         count = math.prod(shape)
         flat = np.resize(np.roll(pool, -offset), count) if count > POOL - offset else pool[offset : offset + count]
-        made[name] = np.ascontiguousarray(flat).reshape(shape)
+        made[name] = np.array(flat).reshape(shape)  # a copy: callers may hand its memory on
     return made

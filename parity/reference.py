@@ -74,7 +74,7 @@ class Reference:
             )
 
 
-def reference_of(problem: AttentionProblem, spec: InputSpec = InputSpec()) -> Reference:
+def reference_of(problem: AttentionProblem, spec: InputSpec) -> Reference:
     """Reference and budget of a problem on its inputs; imports PyTorch, uses its GPU if there is one."""
     made, sample = make_inputs(problem, spec), sample_of(problem)
     taken = {name: sample.take(name, x, problem.group) for name, x in made.items()}

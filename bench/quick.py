@@ -1,0 +1,64 @@
+"""A quick run of the bench on this machine: every static mask, both stacks, checked, timed; ends with the report.
+
+    make bench
+
+On a CPU it takes short lengths in float32 and stays under four minutes on two cores; where both stacks find a GPU it
+takes 8K tokens of 64:8 heads in bfloat16. The record file of an earlier quick run is replaced.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+
+from bench import engine, options
+from bench.cases import STACKS, Case, ProblemSpec, differing
+from bench.engine import Options
+from bench.report.write import write_report
+from bench.timing import Protocol
+from workload.masks import STATIC_MASKS
+from workload.problem import PASSES
+
+FOLDER = flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
+DEADLINE = flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
+CPU_SHAPE = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+GPU_SHAPE = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+CPU_LENGTHS, GPU_LENGTHS = (256, 640), (8192,)
+
+
+def on_gpu() -> bool:
+    """Whether both stacks find a GPU."""
+    with engine.Workers() as workers:
+        return all(workers.environment(s, 120.0).get("backend") in ("gpu", "cuda") for s in STACKS)
+
+
+def quick_cases(gpu: bool) -> list[Case]:
+    """The rows of the quick run; windows and blocks keep the share of a length that the paper's have of 8K."""
+    shape, lengths = (GPU_SHAPE, GPU_LENGTHS) if gpu else (CPU_SHAPE, CPU_LENGTHS)
+    return [
+        Case(stack, kernel, which, ProblemSpec(
+            mask, n, settings=differing(window=max(16, n // 8), block=max(16, n // 8)), **shape))
+        for n in lengths for mask in STATIC_MASKS
+        for stack in STACKS for kernel in options.KERNELS[stack] for which in PASSES
+    ]
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    folder, gpu = Path(FOLDER.value), on_gpu()
+    out = folder / "records.jsonl"
+    out.unlink(missing_ok=True)
+    protocol = Protocol(samples=15, seconds=0.3) if gpu else Protocol(samples=7, seconds=0.1, warmups=4)
+    console = Console(highlight=False, soft_wrap=True)
+    rows = engine.run(quick_cases(gpu), Options(out, deadline=DEADLINE.value, protocol=protocol), console)
+    write_report(rows, folder, console)
+    bad = [row for row in rows if row["status"] not in ("ok", "unsupported")]
+    for row in bad:
+        print(engine.line(row), file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    app.run(main)

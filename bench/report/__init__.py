@@ -1,0 +1,1 @@
+"""Turns records into tables, pictures and one self-contained page; `python -m bench.report RECORDS...`."""

@@ -1,0 +1,173 @@
+"""What the report tells of rows: packs pooled, floors, causes, pivots. Pure functions of records."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from workload.suite import ALL_BUILDERS
+
+Row = dict[str, Any]
+
+
+def attention_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows of kernels on problems."""
+    return [row for row in rows if row["kind"] == "attention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The packs (seeds) of one case, pooled: total FLOPs over total time.
+
+    Attributes:
+      stack, kernel, mask, which, seq_len, shape, dtype: what was run; shape as "1x64:8x128", with settings.
+      status: "ok" where any pack is; else that of the first row. reason: of that row.
+      seconds: mean of the medians; spread: the largest; rate: FLOP/s; bandwidth: bytes/s; flops: mean.
+      floor: seconds below which no version runs: FLOPs over the matrix peak or bytes over the copy bandwidth.
+      bound: which of the two is larger, "arithmetic" or "memory".
+      waste: cells of the visited 128 x 128 tiles over visible cells. density: visible share.
+      error, budget: the worst result's, as a share of its budget in `error_share`.
+      packs, flags, peak_bytes, compile_seconds, prepare_seconds, source, warm_seconds.
+    """
+
+    stack: str
+    kernel: str
+    mask: str
+    which: str
+    seq_len: int
+    shape: str
+    dtype: str
+    status: str
+    reason: str
+    packs: int
+    seconds: float | None = None
+    spread: float | None = None
+    rate: float | None = None
+    bandwidth: float | None = None
+    floor: float | None = None
+    bound: str = ""
+    waste: float | None = None
+    density: float | None = None
+    error_share: float | None = None
+    worst: str = ""
+    peak_bytes: int | None = None
+    compile_seconds: float | None = None
+    prepare_seconds: float | None = None
+    warm_seconds: float | None = None
+    source: str = ""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def column(self) -> str:
+        """Kernel and stack, as a column of a pivot."""
+        return f"{self.kernel} {self.stack}"
+
+    @property
+    def setting(self) -> tuple[str, int, str, str]:
+        """What entries must have in common to stand in one table."""
+        return (self.which, self.seq_len, self.shape, self.dtype)
+
+
+def shape_of(case: Row) -> str:
+    """batch x heads x head_dim, then rows and settings where they are not the plain ones."""
+    heads = f"{case['q_heads']}:{case['kv_heads']}"
+    rows = f" q_len {case['q_len']}" if case.get("q_len") else ""
+    extra = "".join(f" {k}={v}" for k, v in case.get("settings", {}).items())
+    return f"{case['batch']}x{heads}x{case['head_dim']}{rows}{extra}"
+
+
+def bandwidths(rows: Iterable[Row]) -> float | None:
+    """The best copy bandwidth measured, bytes/s."""
+    return max((r["bandwidth"] for r in rows if r["kind"] == "ceiling" and r["status"] == "ok"), default=None)
+
+
+def entries(rows: Sequence[Row]) -> list[Entry]:
+    """Attention rows pooled over their seeds, in the order of their first row."""
+    copy = bandwidths(rows)
+    groups: dict[tuple, list[Row]] = {}
+    for row in attention_rows(rows):
+        case = row["case"]
+        key = *(case[n] for n in ("stack", "kernel", "mask", "pass", "seq_len")), shape_of(case), case["dtype"]
+        groups.setdefault(key, []).append(row)
+    return [_entry(key, group, copy) for key, group in groups.items()]
+
+
+def _entry(key: tuple, group: list[Row], copy: float | None) -> Entry:
+    good = [r for r in group if r["status"] == "ok"]
+    first = (good or group)[0]
+    entry = Entry(*key, first["status"], first["reason"], len(group), source=first.get("source", ""))
+    known: dict[str, Any] = {"density": first.get("density"), "waste": first.get("tiles", {}).get("waste")}
+    shares = [(float(e) / r["budget"][n], n) for r in group for n, e in r.get("errors", {}).items()]
+    if shares:
+        known["error_share"], known["worst"] = max(shares)
+    timed = [r for r in good if "rate" in r]
+    if timed:
+        seconds, flops = sum(r["seconds"]["median"] for r in timed), sum(r["flops"] for r in timed)
+        moved, count = sum(r["bytes"] for r in timed), len(timed)
+        arithmetic = flops / timed[0]["peak_flops"]
+        memory = moved / copy if copy else 0.0
+        known |= {
+            "seconds": seconds / count, "rate": flops / seconds, "bandwidth": moved / seconds,
+            "spread": max(r["seconds"]["spread"] for r in timed), "floor": max(arithmetic, memory) / count,
+            "bound": "memory" if memory > arithmetic else "arithmetic", "peak_bytes": timed[0].get("peak_bytes"),
+            "compile_seconds": timed[0].get("compile_seconds"), "prepare_seconds": timed[0].get("prepare_seconds"),
+            "warm_seconds": (timed[0].get("warm_seconds") or {}).get("median"),
+            "flags": tuple(dict.fromkeys(f for r in timed for f in r["flags"])),
+        }
+    return dataclasses.replace(entry, **known)
+
+
+def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:
+    """The (pass, length, shape, dtype) settings that have rows, forward first, short first."""
+    return sorted({e.setting for e in found}, key=lambda s: (s[2], s[3], s[1], s[0] != "forward"))
+
+
+def columns(found: Sequence[Entry]) -> list[str]:
+    """Kernel columns in order of first appearance, the stacks of one kernel side by side."""
+    kernels = dict.fromkeys(e.kernel for e in found)
+    names = {e.column for e in found}
+    stacks = sorted({e.stack for e in found})
+    return [f"{k} {s}" for k in kernels for s in stacks if f"{k} {s}" in names]
+
+
+def pivot(found: Sequence[Entry], setting: tuple) -> tuple[list[str], list[str], dict[tuple[str, str], Entry]]:
+    """masks, kernel columns and the entry of each (mask, column) of a setting."""
+    cells = {(e.mask, e.column): e for e in found if e.setting == setting}
+    masks = [m for m in ALL_BUILDERS if any(m == mask for mask, _ in cells)]
+    return masks, columns([e for e in found if e.setting == setting]), cells
+
+
+def capability(found: Sequence[Entry]) -> tuple[list[str], list[str], dict[tuple[str, str], tuple[str, str]]]:
+    """masks, kernel columns, and for each pair (verdict, reason); the best over lengths and passes.
+
+    The verdict is "both", "forward", "backward", or the status of the row.
+    """
+    masks = [m for m in ALL_BUILDERS if any(e.mask == m for e in found)]
+    cells: dict[tuple[str, str], tuple[str, str]] = {}
+    for mask in masks:
+        for column in columns(found):
+            here = [e for e in found if e.mask == mask and e.column == column]
+            ran = sorted({e.which for e in here if e.status == "ok"}, reverse=True)
+            failed = [e for e in here if e.status != "ok"]
+            if here:
+                reason = "; ".join(dict.fromkeys(f"{e.which} {e.seq_len}: {e.reason}" for e in failed))
+                verdict = "both" if len(ran) == 2 else ran[0] if ran else failed[0].status
+                cells[mask, column] = verdict, reason
+    return masks, columns(found), cells
+
+
+def unit_of(found: Iterable[Entry]) -> tuple[float, str]:
+    """(divisor, name) of the rate unit that suits the rows: TFLOP/s on a GPU, GFLOP/s on a CPU."""
+    fastest = max((e.rate for e in found if e.rate), default=0.0)
+    return (1e12, "TFLOP/s") if fastest >= 1e12 else (1e9, "GFLOP/s")
+
+
+def cause(entry: Entry) -> str:
+    """In words, what stands between a rate and the floor."""
+    if entry.seconds is None or entry.floor is None:
+        return entry.reason
+    parts = [f"{entry.seconds / entry.floor:.3g} x its floor ({entry.bound})"]
+    if entry.waste and entry.waste > 1.05:
+        parts.append(f"128-tiles hold {entry.waste:.2f} x the visible cells")
+    if entry.kernel in ("naive", "sdpa") and entry.density is not None and entry.density < 0.95:
+        parts.append(f"a dense kernel computes all cells, {1 / max(entry.density, 1e-9):.3g} x the visible ones")
+    return "; ".join(parts)

@@ -1,0 +1,239 @@
+"""One self-contained HTML page from any set of records: no network, light and dark."""
+
+import html
+from collections.abc import Sequence
+
+from bench.report import aggregate, pictures, tables
+from bench.report.aggregate import Entry
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --back: #fff; --card: #f6f8fa; --line: #d1d9e0;
+  --good: #1a7f37; --bad: #cf222e; --note: #9a6700; --heat: 68, 119, 170; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --back: #0d1117; --card: #161b22;
+  --line: #3d444d; --good: #3fb950; --bad: #f85149; --note: #d29922; --heat: 102, 170, 238; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto;
+  max-width: 1240px; padding: 1.5rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; border-bottom: 1px solid
+  var(--line); } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+p, li { max-width: 75ch; } .soft { color: var(--soft); } nav a { margin-right: 1rem; } a { color: inherit; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+thead th { vertical-align: bottom; font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad);
+  font-weight: 600; } .note { color: var(--note); } .none { color: var(--soft); }
+.masks { display: grid; grid-template-columns: repeat(auto-fill, minmax(135px, 1fr)); gap: .8rem; }
+figure { margin: 0; } figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--line); }
+figcaption { font-size: 12px; color: var(--soft); overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }
+.tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; } .tile { background: var(--card); border: 1px
+  solid var(--line); border-radius: 8px; padding: .6rem 1rem; } .tile b { display: block; font-size: 1.3rem; }
+details { margin: .8rem 0; } summary { cursor: pointer; }
+"""
+STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note"}
+
+
+def esc(x) -> str:
+    """Text as HTML."""
+    return html.escape(str(x))
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table; a cell that starts with "<td" is taken as it is, others are escaped."""
+    def tag(x):
+        return x if str(x).startswith("<td") else f"<td>{esc(x)}</td>"
+    heads = "".join(f"<th>{esc(h).replace('|', '<br>')}</th>" for h in head)
+    lines = "".join("<tr>" + "".join(tag(x) for x in line) + "</tr>" for line in body)
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def build(rows: Sequence[dict], sections: Sequence[tuple[str, str, str]] = ()) -> str:
+    """The page.
+
+    Args:
+      rows: records of any kinds, failures among them.
+      sections: further (anchor, title, HTML) put behind the parity table.
+    """
+    found = aggregate.entries(rows)
+    parts = [
+        ("summary", "What this is", _summary(rows, found)),
+        ("rates", "Rates: mask by kernel", _rates(found)),
+        ("curves", "Rates over length", _curves(found)),
+        ("causes", "Where the time goes", _causes(found)),
+        ("capability", "What runs where, and why not", _capability(found)),
+        ("parity", "Do the stacks agree?", _parity(rows)),
+        *sections,
+        ("masks", "The masks", _masks()),
+        ("machine", "Machine and versions", _machine(rows)),
+        ("rows", "Every row", _every(found)),
+    ]
+    parts = [part for part in parts if part[2]]
+    links = "".join(f'<a href="#{anchor}">{esc(title)}</a> ' for anchor, title, _ in parts)
+    body = "".join(f'<section id="{anchor}"><h2>{esc(title)}</h2>{text}</section>' for anchor, title, text in parts)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1"><title>Attention in two stacks</title>'
+        f"<style>{STYLE}</style></head><body><h1>Attention in two stacks</h1><nav>{links}</nav>{body}</body></html>\n"
+    )
+
+
+def _summary(rows, found) -> str:
+    counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
+    tiles = [(str(n), status.replace("_", " ")) for status, n in sorted(counts.items(), key=lambda x: -x[1])]
+    for row in rows:
+        if row["kind"] == "ceiling" and row["status"] == "ok":
+            tiles.append((f"{row['peak_flops'] / 1e12:.3g} TFLOP/s",
+                          f"matrix peak, {row['case']['dtype']}, {row['case']['stack']}"))
+            tiles.append((f"{row['bandwidth'] / 1e9:.4g} GB/s", f"copy bandwidth, {row['case']['stack']}"))
+    boxes = "".join(f'<div class="tile"><b>{esc(n)}</b>{esc(label)}</div>' for n, label in tiles)
+    text = (
+        "<p>The same attention problems, under the same masks and on the same bits, run by kernels of two stacks: JAX "
+        "with Pallas, and PyTorch. Each row was compared with float64 attention before it was timed. A rate counts "
+        "the <em>visible</em> cells of the mask only: 4 &times; cells &times; head size forward, 2.5 times that "
+        "backward; a kernel that computes hidden cells shows a lower rate. Times are medians; on a GPU device time "
+        "with a cold L2 cache, on a CPU wall time.</p>"
+    )
+    best = _best(found)
+    return text + f'<div class="tiles">{boxes}</div>' + best
+
+
+def _best(found: Sequence[Entry]) -> str:
+    unit, name = aggregate.unit_of(found)
+    lines = []
+    for setting in aggregate.settings(found):
+        here = [e for e in found if e.setting == setting and e.rate]
+        for stack in sorted({e.stack for e in here}):
+            top = max((e for e in here if e.stack == stack), key=lambda e: e.rate or 0)
+            lines.append([f'<td class="text">{esc(tables.heading(setting))}</td>', stack, top.kernel, top.mask,
+                          tables.number((top.rate or 0) / unit)])
+    return "<h3>Fastest row of each setting</h3>" + table(["setting", "stack", "kernel", "mask", name], lines) \
+        if lines else ""
+
+
+def _rates(found) -> str:
+    unit, name = aggregate.unit_of(found)
+    parts = []
+    for setting in aggregate.settings(found):
+        masks, columns, cells = aggregate.pivot(found, setting)
+        shown = [c for c in columns if any((m, c) in cells and cells[m, c].status != "unsupported" for m in masks)]
+        top = max((e.rate for e in cells.values() if e.rate), default=0.0)
+        if shown:
+            body = [[mask, *(_rate_cell(cells.get((mask, c)), unit, top) for c in shown)] for mask in masks]
+            head = ["mask", *(c.replace(" ", "|") for c in shown)]
+            parts.append(f"<h3>{esc(tables.heading(setting))}: {name}</h3>" + table(head, body))
+    note = ('<p class="soft">The darker a cell, the nearer to the fastest of its table. &ndash; is not supported; ! '
+            "marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
+    return note + "".join(parts) if parts else ""
+
+
+def _rate_cell(entry: Entry | None, unit: float, top: float) -> str:
+    if entry is None:
+        return '<td class="none"></td>'
+    if entry.rate is None or entry.seconds is None:
+        css = STATUS_CLASS.get(entry.status, "bad")
+        return f'<td class="{css}" title="{esc(entry.reason)}">{esc(tables.cell(entry, unit))}</td>'
+    told = f"{entry.seconds * 1e3:.3f} ms, spread {entry.spread:.0%}; {aggregate.cause(entry)}"
+    told += "".join(f"; {flag}" for flag in entry.flags)
+    heat = 0.75 * entry.rate / top
+    return (f'<td style="background: rgba(var(--heat), {heat:.2f})" title="{esc(told)}">'
+            f"{esc(tables.cell(entry, unit))}</td>")
+
+
+def _curves(found) -> str:
+    parts = [f"<h3>{esc(title)}</h3>{pictures.svg(figure)}" for title, figure in pictures.curves(found).items()]
+    return "<p class='soft'>Solid: JAX. Dashed: PyTorch. One colour a kernel.</p>" + "".join(parts) if parts else ""
+
+
+def _causes(found) -> str:
+    body = []
+    for e in sorted((e for e in found if e.seconds and e.floor), key=lambda e: (e.setting, e.mask, -(e.rate or 0))):
+        assert e.seconds and e.floor and e.bandwidth
+        body.append([
+            e.column, e.mask, e.which, f"{e.seq_len:,}", f"{e.seconds * 1e3:.3f}", f"{e.floor * 1e3:.4f}", e.bound,
+            f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
+            "" if e.waste is None else f"{e.waste:.2f}", tables.number(e.bandwidth / 1e9),
+            f'<td class="text">{esc(aggregate.cause(e))}</td>',
+        ])
+    head = ["kernel", "mask", "pass", "tokens", "ms", "floor ms", "floor set by", "x floor", "visible", "tile waste",
+            "GB/s", "in words"]
+    note = (
+        "<p>The <em>floor</em> of a row is the larger of its FLOPs over the measured matrix peak and its fewest bytes "
+        "over the measured copy bandwidth: no version runs much faster. <em>Tile waste</em> is what a kernel that "
+        "works in 128 &times; 128 tiles computes over what the mask shows.</p>")
+    return note + f"<details><summary>{len(body)} rows</summary>{table(head, body)}</details>" if body else ""
+
+
+def _capability(found) -> str:
+    masks, columns, cells = aggregate.capability(found)
+    if not masks:
+        return ""
+    signs = {"both": ("good", "F B"), "forward": ("good", "F"), "backward": ("note", "B")}
+    body = []
+    for column in columns:
+        line = [column]
+        for mask in masks:
+            verdict, reason = cells.get((mask, column), ("", ""))
+            css, text = signs.get(verdict, (STATUS_CLASS.get(verdict, "bad"), tables.SHORT.get(verdict, "")))
+            line.append(f'<td class="{css}" title="{esc(reason)}">{text}</td>')
+        body.append(line)
+    reasons = [[k, s, f'<td class="text">{esc(w)}</td>', f'<td class="text">{esc(r)}</td>']
+               for k, s, w, r in tables.unavailable(found)]
+    why = "<h3>Why not</h3>" + table(["kernel", "stack", "does not run", "because"], reasons) if reasons else ""
+    return ('<p class="soft">F: forward checked and timed, B: backward.</p>'
+            + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why)
+
+
+def _parity(rows) -> str:
+    found = [row for row in rows if row["kind"] == "parity"]
+    if not found:
+        return ""
+    body = []
+    for row in found:
+        case, ratio = row["case"], row.get("throughput_ratio")
+        css = STATUS_CLASS.get(row["status"], "bad")
+        verdict = "pass" if row["status"] == "ok" else row["status"]
+        again = row.get("repeat", "")
+        body.append([
+            case["kernel"], case["mask"], f"{case['seq_len']:,}", case["pass"], case["dtype"],
+            *(tables.share(row, side) for side in ("jax", "torch", "cross")), f"{ratio:.2f}" if ratio else "",
+            f'<td class="{css}" title="{esc(row["reason"])}">{esc(verdict)}</td>',
+            f'<td class="text">{esc(row["reason"])}{" &mdash; " + esc(again) if again and css == "bad" else ""}</td>',
+        ])
+    passed = sum(row["status"] == "ok" for row in found)
+    note = (f"<p>{passed} of {len(found)} cells pass. Numbers are the worst result's error over its budget (1 is the "
+            "limit), and which result it is; the budget is a small multiple of what a naive run in that dtype loses on "
+            "the same data. Both stacks read the same bits.</p>")
+    head = ["kernel", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
+            "verdict", "reason"]
+    return note + table(head, body)
+
+
+def _masks() -> str:
+    figures = "".join(
+        f'<figure><img alt="{name}" src="{url}"><figcaption>{name}</figcaption></figure>'
+        for name, url in pictures.mask_pictures().items())
+    return ("<p class='soft'>Rows are queries, columns keys, blue is visible; 96 tokens, five documents.</p>"
+            f'<div class="masks">{figures}</div>')
+
+
+def _machine(rows) -> str:
+    seen: dict[str, dict[str, str]] = {}
+    for row in rows:
+        for name, value in row["environment"].items():
+            seen.setdefault(name, {})[str(value)] = ""
+    return table(["", "value"], [[name, f'<td class="text">{esc("; ".join(values))}</td>']
+                                 for name, values in seen.items()])
+
+
+def _every(found) -> str:
+    def text(x, form):
+        return "" if x is None else format(x, form)
+    body = [[
+        e.column, e.mask, e.which, f"{e.seq_len:,}", e.shape, e.dtype,
+        f'<td class="{STATUS_CLASS.get(e.status, "bad")}" title="{esc(e.reason)}">{esc(e.status)}</td>',
+        text(e.seconds and e.seconds * 1e3, ".3f"), text(e.spread, ".0%"), text(e.warm_seconds and e.warm_seconds * 1e3,
+        ".3f"), text(e.compile_seconds, ".2f"), text(e.prepare_seconds and e.prepare_seconds * 1e3, ".2f"),
+        text(e.peak_bytes and e.peak_bytes / 2**20, ",.0f"), f"{text(e.error_share, '.2f')} {e.worst}", e.packs,
+        f'<td class="text">{esc(e.source)}</td>', f'<td class="text note">{esc("; ".join(e.flags))}</td>',
+    ] for e in found]
+    head = ["kernel", "mask", "pass", "tokens", "shape", "dtype", "status", "ms", "spread", "warm ms", "compile s",
+            "mask build ms", "peak MiB", "error / budget", "packs", "source", "flags"]
+    return f"<details><summary>{len(body)} rows</summary>{table(head, body)}</details>" if body else ""

@@ -1,0 +1,25 @@
+"""Writes the whole report of some records into a folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.report import aggregate, page, pictures, tables
+
+
+def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
+    """Prints the tables, writes report.html, report.csv, report.md and the PNGs; returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables.terminal(rows, console)
+    found = aggregate.entries(rows)
+    for kind, figures in (("heat", pictures.heat_maps(found)), ("curves", pictures.curves(found))):
+        for number, figure in enumerate(figures.values()):
+            pictures.save_png(figure, folder / f"{kind}_{number}.png")
+            pictures.plt.close(figure)
+    (folder / "report.csv").write_text(tables.as_csv(rows))
+    (folder / "report.md").write_text(tables.as_markdown(rows))
+    target = folder / "report.html"
+    target.write_text(page.build(rows))
+    console.print(f"page: {target}")
+    return target
