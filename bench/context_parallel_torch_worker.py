@@ -2,9 +2,12 @@
 
     python -m torch_impl.launch --ranks 2 -- python -m bench.context_parallel_torch_worker CASES.json ROWS.jsonl
 
-CASES.json: {"cases": [Case.record(), ...], "protocol": {...}, "check_len": tokens, "links": [bytes, ...]}. Every rank
-runs every case: its plan, a check against the reference at `check_len` tokens, the bytes handed to collectives against
-the schedule's, each pass timed on all ranks at once. Rank 0 appends the rows. An iteration's slowest rank counts.
+CASES.json: {"cases": [Case.record(), ...], "protocol": {...}, "check_len": tokens, "links": [bytes, ...],
+"deadline": seconds, "inside": bool}. Every rank runs every case: its plan, a check against the reference at `check_len`
+tokens, the bytes handed to collectives against the schedule's, each pass timed on all ranks at once. Rank 0 appends the
+rows. An iteration's slowest rank counts. "inside" adds what a pass is made of: each step's local work timed alone, the
+job that a replay predicts from it and the measured links, and how much of the communication a trace shows beside
+other kernels.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ import torch.distributed as dist
 
 from bench import environment, records
 from bench.context_parallel_cases import Case, from_record, operand_bytes, plan_of_schedule
+from bench.link_model import Links, predict
 from bench.timing import Protocol, measure
 from bench.torch_stack import Stack
 from bench.worker_main import failure_of
@@ -29,9 +33,12 @@ from parity.inputs import InputSpec, make_inputs
 from parity.reference import Reference, reference_of, sample_of
 from torch_impl import context_parallel, kernels, launch
 from torch_impl.context_parallel.attention import backward, forward
+from torch_impl.context_parallel.local import row_sums
+from torch_impl.context_parallel.merge import merge
 from torch_impl.context_parallel.plan import default_kernel
 from workload.problem import PASSES, AttentionProblem
 
+SHORT = Protocol(samples=5, least=3, seconds=0.05)
 SIDES = {"q": "q", "k": "kv", "v": "kv", "dout": "q"}
 
 
@@ -42,6 +49,7 @@ class Bench:
     Attributes:
       job: the ranks; control: a gloo group for what is agreed on the host.
       protocol: how long to time; check_len: tokens of the check, 0 for the case's own length.
+      inside: whether to look inside a pass; links: what the links of this job cost, once measured.
       singles: seconds of the kernel alone on one device, by problem, kernel and pass.
     """
 
@@ -50,6 +58,8 @@ class Bench:
     stack: Stack
     protocol: Protocol
     check_len: int
+    inside: bool = False
+    links: Links | None = None
     singles: dict[tuple, float] = dataclasses.field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -82,8 +92,10 @@ class Agreed(RuntimeError):
 
 def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
     """The row of a case, equal on all ranks."""
-    row: dict[str, Any] = {"key": case.key, "kind": "context_parallel", "case": case.record(), "status": "ok", "reason": "",
-           "environment": environment.machine() | bench.stack.environment()}
+    row: dict[str, Any] = {
+        "key": case.key, "kind": "context_parallel", "case": case.record(), "status": "ok", "reason": "",
+        "environment": environment.machine() | bench.stack.environment(),
+    }
     try:
         if case.world > bench.job.world:
             raise Agreed("unsupported", f"world {case.world}: the job has {bench.job.world} ranks")
@@ -181,6 +193,8 @@ def clock(bench: Bench, case: Case, mesh, schedule) -> dict[str, Any]:
         single = _single(bench, case, problem, which)
         found["single_seconds"][which] = single
         found["efficiency"][which] = single / (case.world * middle) if single else None
+        if bench.inside:
+            found.setdefault("inside", {})[which] = look_inside(bench, plan, schedule, which, calls[which])
     found["kernel"] = None if plan is None else plan.local.kernel
     found["peak_bytes"] = max(bench.gather(0 if plan is None else _peak(bench.stack, calls)))
     found["rate_of"] = "per rank, exact area over the slowest rank's seconds"
@@ -190,18 +204,11 @@ def clock(bench: Bench, case: Case, mesh, schedule) -> dict[str, Any]:
 
 
 def _local(plan, problem, job) -> list[torch.Tensor] | None:
-    """This rank's q, k, v, dout, normal draws: of the right shapes, made where they are used."""
+    """This rank's q, k, v, dout."""
     if plan is None:
         return None
-    signature, device = plan.local.signature, plan.local.mesh.device
-    draw = torch.Generator(device=device).manual_seed(job.rank)
-    made = []
-    for side in SIDES.values():
-        length = signature.q_length if side == "q" else signature.kv_length
-        heads = problem.q_heads if side == "q" else problem.kv_heads
-        shape = (problem.batch, length, heads, problem.head_dim)
-        made.append(torch.randn(shape, generator=draw, device=device, dtype=getattr(torch, problem.dtype)))
-    return made
+    signature = plan.local.signature
+    return _draw(problem, signature.q_length, signature.kv_length, plan.local.mesh.device, job.rank)
 
 
 def _moved(plan, call) -> dict[str, int] | None:
@@ -253,11 +260,8 @@ def _single(bench: Bench, case: Case, problem: AttentionProblem, which: str) -> 
 
 
 def _time_single(bench: Bench, kernel, problem: AttentionProblem, which: str) -> float:
-    device, dtype = bench.job.device, getattr(torch, problem.dtype)
-    draw = torch.Generator(device=device).manual_seed(0)
-    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
-    q, k, v, dout = (torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes)
-    operands = kernel.prepare(problem, device)
+    q, k, v, dout = _draw(problem, problem.q_len, problem.kv_len, bench.job.device, 0)
+    operands = kernel.prepare(problem, bench.job.device)
     call = lambda n=0: kernel.forward(q, k, v, operands, problem.scale)  # noqa: E731
     if which == "backward":
         out, lse = call()
@@ -265,11 +269,96 @@ def _time_single(bench: Bench, kernel, problem: AttentionProblem, which: str) ->
     return measure(bench.stack.sampler(call, False, 1e-2), bench.protocol).median
 
 
+def _draw(problem: AttentionProblem, rows: int, keys: int, device, seed: int) -> list[torch.Tensor]:
+    """q, k, v, dout with these many tokens, normal draws made where they are used."""
+    draw, dtype = torch.Generator(device=device).manual_seed(seed), getattr(torch, problem.dtype)
+    sizes = ((rows, problem.q_heads), (keys, problem.kv_heads), (keys, problem.kv_heads), (rows, problem.q_heads))
+    return [torch.randn(problem.batch, *size, problem.head_dim, generator=draw, device=device, dtype=dtype)
+            for size in sizes]
+
+
 def _peak(stack: Stack, calls) -> int:
     def both():
         calls["forward"]()
         calls["backward"]()
     return stack.peak_bytes(both, both)
+
+
+# ---- inside a pass -------------------------------------------------------------------------------
+
+
+def look_inside(bench: Bench, plan, schedule, which: str, call) -> dict[str, Any]:
+    """What a pass is made of: see the top of this file; equal on all ranks."""
+    steps = bench.agreed(lambda: None if plan is None else _step_seconds(bench, plan, schedule, which))
+    by_rank = [s for s in bench.gather(steps) if s is not None]
+    slowest = [max(s) for s in zip(*by_rank)]
+    found: dict[str, Any] = {"step_seconds": by_rank}
+    if bench.links is not None:
+        guess = predict(schedule.signature, which, slowest, bench.links)
+        found |= {"links": dataclasses.asdict(bench.links), "predicted": guess.total, "compute": guess.compute}
+    if bench.stack.on_gpu:
+        found["trace"] = bench.gather(_overlap(call) if plan is not None else None)
+    return found
+
+
+def _step_seconds(bench: Bench, plan, schedule, which: str) -> list[float]:
+    """Seconds of this rank's local work at each step, alone, joining it to the steps before included."""
+    local, problem = plan.local, schedule.local_problem(0, plan.local.mesh.rank)
+    q, k, v, dout = _draw(problem, problem.q_len, problem.kv_len, bench.job.device, 1)
+    kind = torch.float32 if len(plan.data.masks) > 1 else q.dtype
+    total, seconds = None, []
+    for operands in plan.data.masks:
+        if operands is None:
+            seconds.append(0.0)
+            continue
+        out, lse = local.forward(q, k, v, operands, out_dtype=kind)
+        joins = total is not None
+        if which == "forward":
+            total = total or (out, lse)
+            def step(n, operands=operands, joins=joins, total=total):
+                part = local.forward(q, k, v, operands, out_dtype=kind)
+                return merge(total, part, in_place=True) if joins else part
+        else:
+            total = torch.zeros_like(q, dtype=torch.float32) if total is None else total
+            saved, delta = (q, k, v, out.to(q.dtype), lse), row_sums(out, dout)
+            def step(n, operands=operands, joins=joins, total=total, saved=saved, delta=delta):
+                parts = local.backward(saved, dout, delta, operands)
+                return total.add_(parts[0]) if joins else parts
+        seconds.append(measure(bench.stack.sampler(step, False, 1e-2), SHORT).median)
+    return seconds
+
+
+def _overlap(call) -> dict[str, float]:
+    """Of one traced call: seconds that communication kernels ran, and of those with another kernel beside them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        call()
+        torch.cuda.synchronize()
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in traced.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    links, work = _union(spans[True]), _union(spans[False])
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in links for b in work)
+    total = sum(end - begin for begin, end in links)
+    return {"link_seconds": total / 1e6, "hidden_seconds": both / 1e6,
+            "work_seconds": sum(end - begin for begin, end in work) / 1e6}
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint ascending intervals that cover the same.
+
+    >>> _union([(3, 4), (0, 2), (1, 2.5)])
+    [(0, 2.5), (3, 4)]
+    """
+    out: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((begin, end))
+    return out
 
 
 # ---- links ---------------------------------------------------------------------------------------
@@ -299,6 +388,13 @@ def measure_links(bench: Bench, sizes: list[int]) -> dict[str, Any]:
     return found
 
 
+def links_of(found: dict[str, Any]) -> Links:
+    """Latency and bandwidth of one level from measured hops: the smallest message's time, the largest one's rate."""
+    hops = sorted(found["permute"], key=lambda x: x["operand_bytes"])
+    latency, bandwidth = hops[0]["seconds"], hops[-1]["bandwidth"]
+    return Links(latency, bandwidth, latency, bandwidth)
+
+
 def run(request: dict[str, Any], out: str) -> None:
     """All cases of a request whose rows the file lacks."""
     place = launch.detect() or launch.Place(0, 1, 0, 1, "127.0.0.1:29500")
@@ -307,13 +403,15 @@ def run(request: dict[str, Any], out: str) -> None:
         device = torch.device("cuda", place.local_rank) if stack.on_gpu else torch.device("cpu")
         job = context_parallel.Job(device, deadline_s=request.get("deadline", 60))
         bench = Bench(job, dist.new_group(backend="gloo"), stack, Protocol(**request.get("protocol", {})),
-                      request.get("check_len", 0))
+                      request.get("check_len", 0), request.get("inside", False))
         done = bench.gather({row["key"] for row in records.read(out)} if place.rank == 0 else None)[0]
         links_key = f"links/torch/w{place.world}"
         if request.get("links") and links_key not in done:
             row = {"key": links_key, "kind": "links", "case": {"stack": "torch", "world": place.world}, "status": "ok",
                    "reason": "", "environment": environment.machine() | stack.environment()}
-            _write(place, out, row | {"links": measure_links(bench, request["links"])})
+            found = measure_links(bench, request["links"])
+            bench.links = links_of(found)
+            _write(place, out, row | {"links": found})
         for fields in request["cases"]:
             case = from_record(fields)
             if case.key in done:
