@@ -91,7 +91,7 @@ class _Ready:
 _held: dict[str, _Ready] = {}  # the last case built; parity asks for it again and again
 
 
-def _build(case: cases.Case) -> _Ready:
+def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
     if case.key in _held:
         return _held[case.key]
     _held.clear()
@@ -105,6 +105,8 @@ def _build(case: cases.Case) -> _Ready:
     prepare_seconds = time.perf_counter() - began
     sets = SETS if problem.bytes("backward") <= SETS_BYTES else 1
     made = [make_inputs(problem, case.spec.inputs(n)) for n in range(sets)]
+    if inputs:
+        made[0] = _restored(inputs)
     tensors = [tuple(stack.put(x[name]) for name in ("q", "k", "v", "dout")) for x in made]
     del made
 
@@ -133,17 +135,39 @@ def _build(case: cases.Case) -> _Ready:
     return ready
 
 
-def check(case: dict[str, Any], reference: str, keep: str | None = None) -> dict[str, Any]:
+def _restored(path: str) -> dict[str, np.ndarray]:
+    """Inputs from raw buffers (.npz), or from an Orbax checkpoint, which only the JAX stack's worker reads."""
+    if path.endswith(".npz"):
+        with np.load(path) as held:
+            return {name: held[name] for name in held.files}
+    from parity.checkpoints import raw_buffers
+
+    return raw_buffers(path)
+
+
+def exchange(spec: dict[str, Any], checkpoint: str, buffers: str) -> None:
+    """In the judge: makes a problem's inputs, stores them as an Orbax checkpoint, hands PyTorch its raw buffers."""
+    from parity import checkpoints
+
+    chosen = cases.from_record(spec).spec
+    checkpoints.save(checkpoint, make_inputs(chosen.problem(), chosen.inputs()))
+    np.savez(buffers, **checkpoints.raw_buffers(checkpoint))
+
+
+def check(
+    case: dict[str, Any], reference: str, keep: str | None = None, inputs: str | None = None
+) -> dict[str, Any]:
     """Builds and runs a case once and judges each result.
 
     Args:
       case: as `Case.record` wrote it; reference: path of a saved `Reference`.
       keep: path to write the sampled results to (.npz, float64), for a comparison of the stacks.
+      inputs: path of the inputs, see `exchange`; made anew from the seed where there is none.
 
     Returns: errors, budget, oracle, wrong (lines, empty where all is well), and what building cost.
     """
     chosen = cases.from_record(case)
-    ready, problem = _build(chosen), _problem(chosen.spec)
+    ready, problem = _build(chosen, inputs), _problem(chosen.spec)
     stack, sample = stack_of(chosen.stack), sample_of(problem)
     judged = Reference.load(reference)
     results = dict(zip(OF_PASS[chosen.which], ready.call(0), strict=True))
@@ -161,8 +185,11 @@ def check(case: dict[str, Any], reference: str, keep: str | None = None) -> dict
     }
 
 
-def clock(case: dict[str, Any], protocol: dict[str, Any]) -> dict[str, Any]:
-    """Times a case that `check` has built: cold and warm cache on a GPU, wall time on a CPU; and its peak memory."""
+def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -> dict[str, Any]:
+    """Times a case that `check` has built: cold cache on a GPU, wall time on a CPU.
+
+    Unless it is to be brief, also with a warm cache, and measures the peak memory.
+    """
     chosen = cases.from_record(case)
     ready, stack = _build(chosen), stack_of(chosen.stack)
     limits = Protocol(**protocol)
@@ -170,6 +197,8 @@ def clock(case: dict[str, Any], protocol: dict[str, Any]) -> dict[str, Any]:
     stack.finish(ready.call(0))
     estimate = time.perf_counter() - began
     cold = measure(stack.sampler(ready.call, True, estimate), limits)
+    if brief:
+        return {"seconds": cold.record()}
     return {
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
         "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu else None,
@@ -187,7 +216,7 @@ def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:
     """In the judge: computes and saves the reference of a problem; returns its oracle and budget."""
     from parity.reference import reference_of
 
-    chosen = cases.ProblemSpec(**{k: v for k, v in spec.items() if k not in ("stack", "kernel", "pass")})
+    chosen = cases.from_record(spec).spec
     found = reference_of(chosen.problem(), chosen.inputs())
     found.save(path)
     return {"oracle": found.oracle, "budget": found.budget}

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import environment, records
-from bench.cases import Case
+from bench.cases import STACKS, Case
 from bench.timing import Protocol, above_ceiling, above_dense
 from bench.workers import Failure, Worker
 
@@ -74,6 +74,11 @@ class Workers(contextlib.ExitStack):
         return environment.machine() | self._environment[stack]
 
 
+def on_gpu(workers: Workers, deadline: float) -> bool:
+    """Whether both stacks find a GPU."""
+    return all(workers.environment(s, deadline).get("backend") in ("gpu", "cuda") for s in STACKS)
+
+
 class References:
     """References of problems, computed by the judge once each and kept as files while the run lasts."""
 
@@ -102,13 +107,14 @@ def measure_ceilings(
             continue
         protocol = dataclasses.asdict(options.protocol)
         found = workers[stack].ask(f"{TASKS}:ceiling", options.deadline, stack=stack, dtype=dtype, protocol=protocol)
-        row = _row(key, "ceiling", case, workers.environment(stack, options.deadline))
+        row = new_row(key, "ceiling", case, workers.environment(stack, options.deadline))
         writer.write(row | (_failed(found) if isinstance(found, Failure) else found))
     rows = [r for r in records.read(writer.path) if r["kind"] == "ceiling" and r["status"] == "ok"]
     return max((r["peak_flops"] for r in rows if r["case"]["dtype"] == dtype), default=float("inf"))
 
 
-def _row(key: str, kind: str, case: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+def new_row(key: str, kind: str, case: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+    """A row of status ok without figures yet."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
         "key": key, "kind": kind, "case": case, "status": "ok", "reason": "", "flags": [],
@@ -125,7 +131,7 @@ def measure_case(
 ) -> dict[str, Any]:
     """One row: what became of a case."""
     worker, fields = workers[case.stack], {"case": case.record()}
-    row = _row(case.key, "attention", fields["case"], workers.environment(case.stack, options.deadline))
+    row = new_row(case.key, "attention", fields["case"], workers.environment(case.stack, options.deadline))
     reason = worker.ask(f"{TASKS}:refuse", options.deadline, **fields)
     if isinstance(reason, Failure):
         return row | _failed(reason)

@@ -27,12 +27,6 @@ GPU_SHAPE = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 CPU_LENGTHS, GPU_LENGTHS = (256, 640), (8192,)
 
 
-def on_gpu() -> bool:
-    """Whether both stacks find a GPU."""
-    with engine.Workers() as workers:
-        return all(workers.environment(s, 120.0).get("backend") in ("gpu", "cuda") for s in STACKS)
-
-
 def quick_cases(gpu: bool) -> list[Case]:
     """The rows of the quick run; windows and blocks keep the share of a length that the paper's have of 8K."""
     shape, lengths = (GPU_SHAPE, GPU_LENGTHS) if gpu else (CPU_SHAPE, CPU_LENGTHS)
@@ -47,7 +41,9 @@ def quick_cases(gpu: bool) -> list[Case]:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    folder, gpu = Path(FOLDER.value), on_gpu()
+    with engine.Workers() as workers:
+        gpu = engine.on_gpu(workers, DEADLINE.value)
+    folder = Path(FOLDER.value)
     out = folder / "records.jsonl"
     out.unlink(missing_ok=True)
     protocol = Protocol(samples=15, seconds=0.3) if gpu else Protocol(samples=7, seconds=0.1, warmups=4)

@@ -1,8 +1,8 @@
 """The reference of a problem and the error budget that goes with it, on heads that are affordable.
 
-Up to `NUMPY_TOKENS` keys the reference is `workload.oracle` on all heads; above, a float64 computation of its own
-(`chunked`) on the GPU, where there is one, on the first and the last kv head (and all query heads of their groups) of
-the first batch entry. The naive run that sets the budget is the same chunked computation in the problem's dtype:
+Up to `NUMPY_CELLS` logits (2K tokens of eight heads) the reference is `workload.oracle` on all heads; above, a float64
+computation of its own (`chunked`), on the GPU where there is one, on the first and the last kv head (and all query
+heads of their groups) of the first batch entry. The naive run that sets the budget is the same chunked computation in the problem's dtype:
 products of operands in that dtype summed in float32, P and dS rounded before they are multiplied, results rounded.
 """
 
@@ -17,7 +17,7 @@ from parity.inputs import InputSpec, make_inputs, widened
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 
-NUMPY_TOKENS = 2048
+NUMPY_CELLS = 1 << 25
 ROWS = 2048  # query rows of a chunk
 
 
@@ -43,9 +43,13 @@ class Sample:
         return x[:, at] if axis == 1 else x[:, :, at]
 
 
+def _small(problem: AttentionProblem) -> bool:
+    return problem.batch * problem.q_heads * problem.q_len * problem.kv_len <= NUMPY_CELLS
+
+
 def sample_of(problem: AttentionProblem) -> Sample:
     """All of a small problem, else the first and last kv head of the first batch entry."""
-    if problem.kv_len <= NUMPY_TOKENS and problem.q_len <= NUMPY_TOKENS:
+    if _small(problem):
         return Sample(tuple(range(problem.batch)), tuple(range(problem.kv_heads)))
     return Sample((0,), tuple(sorted({0, problem.kv_heads - 1})))
 
@@ -80,9 +84,7 @@ def reference_of(problem: AttentionProblem, spec: InputSpec) -> Reference:
     taken = {name: sample.take(name, x, problem.group) for name, x in made.items()}
     head_of = _mask_heads(problem, sample)
     naive = chunked(taken, problem.mask, head_of, problem.scale, problem.dtype)
-    if sample.batch == tuple(range(problem.batch)) and len(sample.kv_heads) == problem.kv_heads and (
-        max(problem.q_len, problem.kv_len) <= NUMPY_TOKENS
-    ):
+    if _small(problem):
         q, k, v, dout = (widened(made[name]) for name in ("q", "k", "v", "dout"))
         found = attention_oracle(q, k, v, problem.mask, problem.scale, dout)
         exact = {name: getattr(found, name) for name in RESULTS}

@@ -1,0 +1,33 @@
+"""The parity matrix: shapes that catch what one shape hides, for a CPU and for a GPU."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a parity problem: rows differ from keys, batch above one, ragged tails, grouped and plain heads."""
+
+    seq_len: int
+    q_len: int
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int
+    block: int
+    sparse_block: int = 64
+
+
+SHAPES = {
+    "tiny": Shape(203, 147, 2, 3, 1, 64, "float32", 37, 24),
+    "tiny_half": Shape(193, 193, 1, 4, 2, 64, "bfloat16", 31, 40),
+    "ragged": Shape(1000, 777, 2, 6, 2, 128, "bfloat16", 129, 100),
+    "square": Shape(2048, 2048, 1, 16, 2, 128, "bfloat16", 256, 256, 128),
+    "plain_heads": Shape(1536, 1536, 1, 4, 4, 64, "bfloat16", 200, 192),
+    "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128),
+    "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
+    "long": Shape(8192, 8192, 1, 64, 8, 128, "bfloat16", 1024, 1024, 128),
+}
+CPU_SHAPES = ("tiny", "tiny_half")
+GPU_SHAPES = ("ragged", "square", "plain_heads", "float16", "float32", "long")
