@@ -8,33 +8,48 @@ Metadata is O(q_len + kv_len). Wang et al., FlashMask, 2024; Dao, FlashAttention
 import dataclasses
 import math
 
+import numpy as np
 import torch
 
 from torch_impl.kernels import triton_support as support
 from torch_impl.kernels.base import Kernel
-from torch_impl.kernels.walks import Launch, RunWalk, run_walk
+from torch_impl.kernels.walks import Launch, RunWalk, longest_load, ragged_runs, run_walk
 from workload.capability import ALL_STATIC, Capability
+from workload.errors import Unsupported
+from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 
 NAME = "flashmask"
+# The model behind `_key_splits`, for an H200: a step is a tile of 64 x 64 at 128 columns, 2 microseconds when two
+# programs share a processor; a float of a share is written and read at 4 TB/s.
+PROGRAMS_PER_PROCESSOR = 2
+STEPS_PER_PROGRAM = 4
+STEPS_PER_FLOAT = 8 / 4e12 / 2e-6
+MANY_WAVES = 16  # past so many programs a slot the last wave is too short to matter
+SECTION_LIMIT = 16  # kv heads whose query tiles are streamed side by side in the key pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """The launches of a problem: forward, dk and dv (keys own the tiles), dq."""
+    """The launches of a problem: forward, dk and dv (keys own the tiles), dq.
+
+    key_splits: programs that share the query heads of a kv head in the key pass; None chooses by the mask.
+    """
 
     forward: Launch
     key: Launch
     query: Launch
+    key_splits: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashMaskOperands:
-    """The walks of the three passes."""
+    """The walks of the three passes, and how many programs share a kv head in the key pass."""
 
     forward: RunWalk
     key: RunWalk
     query: RunWalk
+    key_splits: int
 
 
 def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
@@ -50,7 +65,7 @@ def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
         cols = 32 if dim <= 128 else 16
         return Launches(Launch(64, cols, 4, 2), Launch(32, cols, 4, 1), Launch(32, cols, 4, 1))
     if arch == 9 and dim <= 128:
-        return Launches(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
+        return Launches(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2 if dim > 64 else 3), Launch(64, 64, 4, 3))
     if dim <= 128:
         return Launches(Launch(128, 64, 4 if dim <= 64 else 8, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
     return Launches(Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
@@ -68,10 +83,37 @@ def prepare(problem: AttentionProblem, device=None, *, launches: Launches | None
     support.require_head_dim(NAME, problem.head_dim, dtype)
     chosen = launches or launches_for(problem.head_dim, dtype, support.arch(device))
     forward = run_walk(problem.mask, chosen.forward, device)
-    key = run_walk(problem.mask.transpose(), chosen.key, device)
+    by_key = problem.mask.transpose()
+    key = run_walk(by_key, chosen.key, device)
+    splits = chosen.key_splits or _key_splits(problem, by_key, chosen.key, device)
+    if problem.group % splits:
+        raise Unsupported(f"torch kernel {NAME}", f"key_splits {splits} with {problem.group} query heads a kv head")
     same = (chosen.query.rows, chosen.query.cols) == (chosen.forward.rows, chosen.forward.cols)
     query = dataclasses.replace(forward, launch=chosen.query) if same else run_walk(problem.mask, chosen.query, device)
-    return FlashMaskOperands(forward, key, query)
+    return FlashMaskOperands(forward, key, query, splits)
+
+
+def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch, device) -> int:
+    """How many programs share a kv head in the key pass: the fewest estimated steps of the longest-loaded slot.
+
+    One long list of query tiles times a large group can outlast all other work (a question that every answer sees),
+    and few equal programs leave the last wave half empty; but shares must be summed through memory.
+    """
+    if torch.device(device or "cpu").type != "cuda":
+        return 1
+    slots = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    heads = problem.batch * problem.kv_heads
+    if -(-by_key.q_len // launch.rows) * heads > MANY_WAVES * slots:
+        return 1
+    runs = ragged_runs(by_key, launch.rows, launch.cols)
+    lengths = -np.sort(-(runs.full_count + runs.partial_count))
+    floats = 2 * problem.batch * problem.kv_len * problem.kv_heads * problem.head_dim
+    cost = {}
+    for splits in (n for n in (1, 2, 4, 8) if problem.group % n == 0):
+        steps = lengths * (problem.group // splits) + STEPS_PER_PROGRAM
+        through_memory = 0 if splits == 1 else splits * floats * STEPS_PER_FLOAT
+        cost[splits] = longest_load(np.repeat(steps, heads * splits), slots) + through_memory
+    return min(cost, key=cost.get)
 
 
 def _split_scale(scale: float) -> tuple[float, float]:
@@ -114,7 +156,14 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
     lse = lse.contiguous()
     _query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
-    _key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+    if operands.key_splits == 1:
+        _key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+        return dq, dk, dv
+    shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
+    parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
+    _key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
+    for total, part in zip((dk, dv), parts, strict=True):
+        total.copy_(part.unflatten(2, (k.shape[2], -1)).sum(dim=3))
     return dq, dk, dv
 
 
@@ -134,18 +183,18 @@ def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
 
 
 def _key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
-    """Writes dk and dv, key tile by key tile."""
+    """Writes dk and dv, key tile by key tile; they have the heads of k, or several shares of each."""
     from torch_impl.kernels.flashmask_triton import key_gradient_kernel
 
     launch, dim = walk.launch, support.padded_dim(q.shape[3])
-    (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
+    (b, q_len, q_heads, _), kv_len, shares = q.shape, k.shape[1], dk.shape[2]
     rows, cols = ((lambda x, n=n: support.descriptor(x, n, dim)) for n in (launch.rows, launch.cols))
-    group = q_heads // kv_heads
-    section = support.heads_per_section(b * kv_heads, 2 * group * q_len * d * q.element_size())
-    key_gradient_kernel[(walk.order.shape[0] * b * kv_heads,)](
-        cols(q), rows(k), rows(v), cols(dout), rows(dk), rows(dv), lse, delta,
-        *walk.arguments(), q_len, kv_len, q_heads, group, section, scale, scale * support.LOG2E, R=walk.starts.shape[0],
-        M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q), **launch.options())
+    section = max(n for n in range(1, SECTION_LIMIT + 1) if b * shares % n == 0)
+    key_gradient_kernel[(walk.order.shape[0] * b * shares,)](
+        cols(q), rows(k), rows(v), cols(dout), rows(dk), rows(dv), lse, delta, *walk.arguments(), q_len, kv_len,
+        q_heads, q_heads // shares, shares // k.shape[2], section, scale, scale * support.LOG2E,
+        R=walk.starts.shape[0], M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q),
+        **launch.options())
 
 
 KERNEL = Kernel(

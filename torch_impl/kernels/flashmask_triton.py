@@ -216,24 +216,28 @@ def _key_tiles(dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, f
 @triton.jit
 def key_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, lse, delta, starts, ends,
                         full_begin, full_end, partial_begin, partial_end, order, full_slots, partial_slots, q_len,
-                        kv_len, q_heads, group, heads_per_section, scale, scale_log2, R: tl.constexpr,
+                        kv_len, q_heads, group, splits, heads_per_section, scale, scale_log2, R: tl.constexpr,
                         M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """dk and dv of one tile of N keys of one kv head; runs and intervals are those of the transposed mask."""
+    """A share of dk and dv of one tile of N keys; runs and intervals are those of the transposed mask.
+
+    `splits` programs share a kv head, each sums over `group` of its query heads into a head of dk and dv of its own.
+    """
     tile, place = _place(order, tl.cdiv(kv_len, N), heads_per_section)
-    kv_heads = q_heads // group
-    batch, head = place // kv_heads, place % kv_heads
+    shares = q_heads // group
+    batch, share = place // shares, place % shares
+    head = share // splits
     keys = tile * N + tl.arange(0, N)
     k_ND = load_tile(k_desc, batch, head, tile * N, N, D)
     v_ND = load_tile(v_desc, batch, head, tile * N, N, D)
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     dk_ND, dv_ND = _key_tiles(
-        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, head * group, group,
+        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, share * group, group,
         full_begin + tile * full_slots, full_end + tile * full_slots, full_slots, starts, ends, keys, q_len, kv_len,
         q_heads, scale_log2, R, M, D, False, PRECISION)
     dk_ND, dv_ND = _key_tiles(
-        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, head * group, group,
+        dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, share * group, group,
         partial_begin + tile * partial_slots, partial_end + tile * partial_slots, partial_slots, starts, ends, keys,
         q_len, kv_len, q_heads, scale_log2, R, M, D, True, PRECISION)
-    store_tile(dk_desc, batch, head, tile * N, dk_ND * scale, N, D)
-    store_tile(dv_desc, batch, head, tile * N, dv_ND, N, D)
+    store_tile(dk_desc, batch, share, tile * N, dk_ND * scale, N, D)
+    store_tile(dv_desc, batch, share, tile * N, dv_ND, N, D)

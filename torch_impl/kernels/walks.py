@@ -1,6 +1,7 @@
 """Walks: which tiles a tile of rows visits, and the intervals that mask a partial one; its twin is jax_impl's."""
 
 import dataclasses
+import heapq
 
 import numpy as np
 import torch
@@ -74,3 +75,15 @@ def run_walk(mask: IntervalMask, launch: Launch, device=None) -> RunWalk:
     order = np.argsort(-(runs.full_count + runs.partial_count), kind="stable").astype(np.int32)
     arrays = (mask.starts, mask.ends, runs.full_begin, runs.full_end, runs.partial_begin, runs.partial_end, order)
     return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch)
+
+
+def longest_load(jobs: np.ndarray, slots: int) -> float:
+    """When the last of `jobs` ends, each going in turn to the slot that is free first: Graham's list schedule.
+
+    >>> longest_load(np.array([3, 2, 2]), 2)
+    4.0
+    """
+    free = [0.0] * slots
+    for job in jobs:
+        heapq.heapreplace(free, free[0] + float(job))
+    return max(free)
