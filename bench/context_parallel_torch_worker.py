@@ -3,9 +3,9 @@
     python -m torch_impl.launch --ranks 2 -- python -m bench.context_parallel_torch_worker CASES.json ROWS.jsonl
 
 CASES.json: {"cases": [Case.record(), ...], "protocol": {...}, "check_len": tokens, "links": [bytes, ...],
-"deadline": seconds, "inside": bool}. Every rank runs every case: its plan, a check against the reference at `check_len`
+"deadline": seconds, "inside": bool, "budget": seconds}. Every rank runs every case: its plan, a check against the reference at `check_len`
 tokens, the bytes handed to collectives against the schedule's, each pass timed on all ranks at once. Rank 0 appends the
-rows. An iteration's slowest rank counts. "inside" adds what a pass is made of: each step's local work timed alone, the
+rows; past the budget no further case is begun. An iteration's slowest rank counts. "inside" adds what a pass is made of: each step's local work timed alone, the
 job that a replay predicts from it and the measured links, and how much of the communication a trace shows beside
 other kernels.
 """
@@ -146,14 +146,15 @@ def check(bench: Bench, case: Case, mesh) -> dict[str, Any]:
         results = {"out": (out.detach(), "q"), "dq": (q.grad, "q"), "dk": (k.grad, "kv"), "dv": (v.grad, "kv")}
         return {name: context_parallel.unshard(x, plan, side) for name, (x, side) in results.items()}
 
-    whole = bench.agreed(work)
+    whole, again = bench.agreed(work), bench.agreed(work)
+    same = all(torch.equal(whole[name], again[name]) for name in whole)
     found: dict[str, Any] = {}
     if bench.job.rank == 0:
         reference, sample = _reference(spec), sample_of(problem)
         got = {name: bench.stack.take(sample.take(name, x, problem.group)) for name, x in whole.items()}
         measured = errors(got, reference.results)
         budget = {name: reference.budget[name] for name in measured}
-        found = {"errors": measured, "budget": budget, "oracle": reference.oracle, "check_len": problem.kv_len,
+        found = {"errors": measured, "budget": budget, "bit_identical": same, "oracle": reference.oracle, "check_len": problem.kv_len,
                  "wrong": over_budget(measured, budget)}
     return bench.gather(found)[0]
 
@@ -412,10 +413,13 @@ def run(request: dict[str, Any], out: str) -> None:
             found = measure_links(bench, request["links"])
             bench.links = links_of(found)
             _write(place, out, row | {"links": found})
+        began, budget = time.monotonic(), request.get("budget", float("inf"))
         for fields in request["cases"]:
             case = from_record(fields)
             if case.key in done:
                 continue
+            if bench.gather(time.monotonic() - began)[0] > budget:
+                break
             job.watch.progress.at(f"case {case.key}")
             _write(place, out, measure_case(bench, case))
             stack.release()

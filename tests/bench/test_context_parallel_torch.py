@@ -40,6 +40,7 @@ def test_row_is_checked_counted_and_timed(rows, number):
     assert row["status"] == "ok" and row["kind"] == "context_parallel", row["reason"]
     assert set(row["errors"]) == {"out", "dq", "dk", "dv"}
     assert all(row["errors"][n] <= row["budget"][n] for n in row["errors"]) and row["check_len"] == 64
+    assert row["bit_identical"]
     assert row["bytes_match"] == {"forward": True, "backward": True}
     for which in ("forward", "backward"):
         samples = row["seconds"][which]["samples"]
