@@ -3,11 +3,11 @@
     python -m torch_impl.launch --ranks 2 -- python -m bench.context_parallel_torch_worker CASES.json ROWS.jsonl
 
 CASES.json: {"cases": [Case.record(), ...], "protocol": {...}, "check_len": tokens, "links": [bytes, ...],
-"deadline": seconds, "inside": bool, "budget": seconds}. Every rank runs every case: its plan, a check against the reference at `check_len`
-tokens, the bytes handed to collectives against the schedule's, each pass timed on all ranks at once. Rank 0 appends the
-rows; past the budget no further case is begun. An iteration's slowest rank counts. "inside" adds what a pass is made of: each step's local work timed alone, the
-job that a replay predicts from it and the measured links, and how much of the communication a trace shows beside
-other kernels.
+"deadline": seconds, "inside": bool, "budget": seconds}. Every rank runs every case: its plan, a check against the
+reference at `check_len` tokens, the bytes handed to collectives against the schedule's, each pass timed on all ranks
+at once. Rank 0 appends the rows; past the budget no further case is begun. An iteration's slowest rank counts. "inside"
+adds what a pass is made of: each step's local work timed alone, the job that a replay predicts from it and the measured
+links, and how much of the communication a trace shows beside other kernels.
 """
 
 import dataclasses
@@ -154,8 +154,8 @@ def check(bench: Bench, case: Case, mesh) -> dict[str, Any]:
         got = {name: bench.stack.take(sample.take(name, x, problem.group)) for name, x in whole.items()}
         measured = errors(got, reference.results)
         budget = {name: reference.budget[name] for name in measured}
-        found = {"errors": measured, "budget": budget, "bit_identical": same, "oracle": reference.oracle, "check_len": problem.kv_len,
-                 "wrong": over_budget(measured, budget)}
+        found = {"errors": measured, "budget": budget, "bit_identical": same, "oracle": reference.oracle,
+                 "check_len": problem.kv_len, "wrong": over_budget(measured, budget)}
     return bench.gather(found)[0]
 
 
