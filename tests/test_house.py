@@ -4,6 +4,8 @@ import ast
 import inspect
 import re
 import subprocess
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,15 @@ def test_tables_name_what_they_hold():
             assert reason is None or isinstance(reason, str) and reason
         with pytest.raises(ValueError, match="kernel: 'none' is none of"):
             table(stack).get("none")
+
+
+def test_dependencies_are_pinned_and_pins_hold():
+    """constraints.txt: names and versions only, one for every dependency, and those that are installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    plain = lambda name: re.split(r"[<>=\[ ]", name)[0].lower().replace("_", "-")  # noqa: E731
+    pinned = {plain(name): version for name, version in pins.items()}
+    for requirement in project["dependencies"] + project["optional-dependencies"]["test"]:
+        assert plain(requirement) in pinned, requirement
+    for requirement in project["dependencies"]:
+        assert metadata.version(plain(requirement)).split("+")[0] == pinned[plain(requirement)], requirement

@@ -31,21 +31,26 @@ def run(name, problem, arrays):
     return rounded, {label: np.asarray(x, np.float64) for label, x in got.items()}
 
 
-def cases():
-    """(kernel, case) pairs; in an interpreter all but the quick ones are slow."""
-    on_gpu = jax.default_backend() == "gpu"
-    for name in kernels.NAMES:
-        for case in conformance.CASES:
-            slow = not (on_gpu or name in NATIVE or case.quick)
-            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if slow else [])
-
-
 @contextlib.contextmanager
 def runnable(name):
     """The kernel, in the Mosaic GPU interpreter where this machine cannot run it otherwise."""
     kernel = kernels.get(name)
     with interpreted() if kernel.available() else contextlib.nullcontext():
         yield kernel
+
+
+def cases():
+    """(kernel, case) pairs; in an interpreter all but the quick ones are slow."""
+    on_gpu = jax.default_backend() == "gpu"
+    for name in kernels.NAMES:
+        with runnable(name) as kernel:
+            reason = kernel.available()
+        if reason:
+            yield pytest.param(name, None, id=f"{name}-unavailable", marks=pytest.mark.skip(f"{name} {reason}"))
+            continue
+        for case in conformance.CASES:
+            slow = not (on_gpu or name in NATIVE or case.quick)
+            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize("name,case", list(cases()))

@@ -1,5 +1,7 @@
 """Hypothesis strategies: the twelve patterns at random parameters and shapes, and masks of no pattern."""
 
+import inspect
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -7,12 +9,11 @@ from workload import block_masks, masks
 
 
 @st.composite
-def lengths_of(draw, total, empty=True):
+def lengths_of(draw, total):
     """Document lengths that sum to `total`, empty documents among them."""
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
     bounds = [0, *cuts, total]
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
-    return lengths if empty else [n for n in lengths if n]
+    return [b - a for a, b in zip(bounds, bounds[1:])]
 
 
 @st.composite
@@ -23,23 +24,18 @@ def pattern(draw, name=None, longest=34):
     q_len = draw(st.one_of(st.just(kv_len), st.integers(1, longest)))
     lengths = draw(lengths_of(kv_len))
     small = st.integers(0, longest + 5)
-    parameters = {
-        "full": dict,
-        "causal": dict,
-        "full_document": lambda: {"lengths": lengths},
-        "causal_document": lambda: {"lengths": lengths},
-        "full_sliding_window": lambda: {"window": draw(small)},
-        "causal_sliding_window": lambda: {"window": draw(small)},
-        "shared_question": lambda: {"groups": draw(groups_of(lengths))},
-        "global_sliding_window": lambda: {"global_tokens": draw(small), "window": draw(small)},
-        "causal_blockwise": lambda: {"blocks": lengths},
-        "prefix_lm_causal": lambda: {"prefix": draw(small)},
-        "prefix_lm_document": lambda: {
-            "lengths": lengths, "prefixes": [draw(st.integers(0, n)) for n in lengths]
-        },
-        "block_causal_document": lambda: {"lengths": lengths, "block": draw(st.integers(1, 9))},
-    }[name]()
-    return name, q_len, kv_len, parameters
+    values = {
+        "lengths": lambda: lengths,
+        "blocks": lambda: lengths,
+        "groups": lambda: draw(groups_of(lengths)),
+        "prefixes": lambda: [draw(st.integers(0, n)) for n in lengths],
+        "prefix": lambda: draw(small),
+        "global_tokens": lambda: draw(small),
+        "window": lambda: draw(small),
+        "block": lambda: draw(st.integers(1, 9)),
+    }
+    wanted = list(inspect.signature(masks.STATIC_MASKS[name]).parameters)[2:]
+    return name, q_len, kv_len, {parameter: values[parameter]() for parameter in wanted}
 
 
 @st.composite
