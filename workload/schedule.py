@@ -70,6 +70,12 @@ class Schedule:
         s = self.signature.steps[step]
         return self.topology.source(ring_index, s.outer, s.inner)
 
+    def keys(self, step: int, ring_index: int) -> np.ndarray:
+        """Ascending positions of the keys that ring_index computes against."""
+        if self.signature.gathers:
+            return np.arange(self.kv_sharding.total)
+        return self.kv_groups[self.source(step, ring_index)]
+
     @cached_property
     def pair_area(self) -> np.ndarray:
         """Visible cells of one mask head (the sum of all heads of a per-head mask): int64 [ring, ring] by (q, kv)."""
@@ -95,11 +101,10 @@ class Schedule:
 
     def mask_class(self, step: int, ring_index: int) -> int:
         """EMPTY, PARTIAL or FULL: the local mask of a step."""
-        rows = self.q_groups[ring_index]
-        keys = self.kv_sharding.total if self.signature.gathers else len(self.kv_groups[self.source(step, ring_index)])
+        whole = len(self.q_groups[ring_index]) * len(self.keys(step, ring_index)) * self.problem.mask.heads
         area = self.pair_area[ring_index]
         area = area.sum() if self.signature.gathers else area[self.source(step, ring_index)]
-        return EMPTY if area == 0 else FULL if area == len(rows) * keys * self.problem.mask.heads else PARTIAL
+        return EMPTY if area == 0 else FULL if area == whole else PARTIAL
 
     def local_mask(self, step: int, rank: int):
         """What a rank computes under at a step: its rows, the step's keys, its heads, padded to [q_rows, kv_rows].
@@ -107,10 +112,8 @@ class Schedule:
         Padding rows see nothing and padding keys are seen by nobody.
         """
         ring_index, u = self.topology.place(rank)
-        keys = np.arange(self.kv_sharding.total) if self.signature.gathers else \
-            self.kv_groups[self.source(step, ring_index)]
         mask = select_heads(self.problem.mask, self.signature.heads.mask_heads(u, self.problem.mask.heads))
-        mask = mask.restrict(self.q_groups[ring_index], keys)
+        mask = mask.restrict(self.q_groups[ring_index], self.keys(step, ring_index))
         return pad_mask(mask, self.signature.q_rows, self.signature.kv_rows)
 
     def local_key(self, step: int, rank: int) -> tuple[int, ...]:

@@ -79,8 +79,7 @@ def test_local_masks_tile_the_global_one(scheme, world, grid):
                     assert local.cells == schedule.cells[t, rank]
                     assert (local.q_len, local.kv_len) == (signature.q_rows, signature.kv_rows)
                     rows = schedule.q_groups[ring_index]
-                    keys = np.arange(mask.kv_len) if signature.gathers else \
-                        schedule.kv_groups[schedule.source(t, ring_index)]
+                    keys = schedule.keys(t, ring_index)
                     for n, h in enumerate(heads.q_slots[u * heads.q_local : (u + 1) * heads.q_local]):
                         dense = local.mask.dense_rows(0, local.q_len, n * local.mask.heads // heads.q_local)
                         assert not dense[len(rows) :].any() and not dense[:, len(keys) :].any()

@@ -1,0 +1,138 @@
+"""What links cost, and a job's time from them and from measured local work: the schedule played on a clock.
+
+A message costs latency + bytes / bandwidth, at the level (inside a node, between nodes) of the pair that it joins.
+Every rank has links of its own of either level, one message at a time on each. A hop takes as long as its slowest pair,
+since a ring moves together; a step as long as its slowest rank.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from workload.signature import Collective, Signature
+from workload.topology import Hop
+
+LEVELS = ("inner", "outer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Seconds and bytes per second, per rank and direction, inside a node and between nodes."""
+
+    inner_latency: float = 5e-6
+    inner_bandwidth: float = 350e9
+    outer_latency: float = 15e-6
+    outer_bandwidth: float = 45e9
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 0 or (value == 0 and field.name.endswith("bandwidth")):
+                raise ValueError(f"{field.name}: {value} is not positive")
+
+    def seconds(self, level: str, messages: float, size: float) -> float:
+        """Time of `messages` of `size` bytes each, one after the other."""
+        latency, bandwidth = getattr(self, f"{level}_latency"), getattr(self, f"{level}_bandwidth")
+        return messages * (latency + size / bandwidth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one pass: all of it, the local work of each step's slowest rank, what links add to that."""
+
+    total: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        """Link time that no computation hides."""
+        return self.total - self.compute
+
+
+def level_of_hop(signature: Signature, hop: Hop) -> str:
+    """"outer" where some rank's block leaves its node."""
+    grid = signature.topology
+    for u in range(grid.ulysses):
+        for a, b in grid.pairs(hop):
+            if grid.node(grid.rank(a, u)) != grid.node(grid.rank(b, u)):
+                return "outer"
+    return "inner"
+
+
+def collective_seconds(signature: Signature, collective: Collective, links: Links) -> float:
+    """Time of one collective, by its slowest rank.
+
+    all_to_all: every pair's piece, both levels at once. all_gather and reduce_scatter: a ring of size - 1 messages, at
+    the slowest level that the group has.
+    """
+    grid = signature.topology
+    if collective.kind == "permute":
+        assert collective.hop is not None
+        return links.seconds(level_of_hop(signature, collective.hop), 1, collective.operand_bytes)
+    groups = {grid.group(collective.axis, rank) for rank in range(grid.world)}
+    return max(_group_seconds([grid.node(r) for r in group], collective, links) for group in groups)
+
+
+def _group_seconds(nodes: Sequence[int], collective: Collective, links: Links) -> float:
+    others = len(nodes) - 1
+    piece = collective.wire_bytes / max(1, others)
+    if collective.kind != "all_to_all":
+        return links.seconds("outer" if len(set(nodes)) > 1 else "inner", others, piece)
+    inside = min(nodes.count(n) - 1 for n in nodes)
+    return max(links.seconds("inner", inside, piece), links.seconds("outer", others - inside, piece))
+
+
+def predict(signature: Signature, which: str, compute: Sequence[float], links: Links) -> Prediction:
+    """Plays a pass in the order in which the stacks execute it.
+
+    Args:
+      which: "forward" or "backward".
+      compute: seconds of the slowest rank at each step.
+    """
+    if len(compute) != len(signature.steps):
+        raise ValueError(f"compute: {len(compute)} times for {len(signature.steps)} steps")
+    clock = _Clock(signature, links)
+    walk = [c for c in signature.collectives(which) if c.kind == "permute"]
+    others = sum(collective_seconds(signature, c, links) for c in signature.collectives(which) if c.kind != "permute")
+    sizes = {c.tensor: c.operand_bytes for c in walk}
+    keys, sums = ("k", "v"), ("dk", "dv")
+    now, arrived, entered = 0.0, 0.0, 0.0
+    steps = signature.steps
+    carried = 0.0
+    for t, step in enumerate(steps):
+        now = max(now, arrived)
+        if t == 0 or step.enters:
+            hop = next((s.hop for s in steps[t + 1 :] if s.enters), None)
+            entered = clock.send(keys, sizes, hop, now)
+        if t + 1 < len(steps):
+            arrived = entered if steps[t + 1].enters else clock.send(keys, sizes, steps[t + 1].hop, now)
+        end = now + compute[t]
+        if which == "backward" and not step.at_home:
+            if step.grad_hop is None:
+                hop = next((s.carried_hop for s in steps[t:] if s.carried_hop is not None), None)
+                carried = clock.send(sums, sizes, hop, now)
+            end = max(end, clock.send(sums, sizes, step.grad_hop, now), carried if step.carried_hop else 0.0)
+        now = end
+    if which == "backward":
+        now = clock.send(sums, sizes, signature.home, now)
+    return Prediction(now + others, float(sum(compute)))
+
+
+class _Clock:
+    """Links that carry one message at a time."""
+
+    def __init__(self, signature: Signature, links: Links):
+        self.signature, self.links = signature, links
+        self.free = dict.fromkeys(LEVELS, 0.0)
+        self.levels: dict[Hop, str] = {}
+
+    def send(self, tensors: Sequence[str], sizes: dict[str, int], hop: Hop | None, now: float) -> float:
+        """When the tensors have made the hop; at once where there is none."""
+        if hop is None:
+            return now
+        plain = dataclasses.replace(hop, from_entry=False)
+        if plain not in self.levels:
+            self.levels[plain] = level_of_hop(self.signature, plain)
+        level = self.levels[plain]
+        begin = max(now, self.free[level])
+        self.free[level] = begin + sum(self.links.seconds(level, 1, sizes[x]) for x in tensors)
+        return self.free[level]

@@ -1,0 +1,342 @@
+"""Replays a context-parallel job on one device: every rank's local work, really run, rank after rank; predicts the job.
+
+    python -m bench.replay --schemes=ring,ulysses --worlds=8,64 --tokens_per_rank=8K --out=out/replay.jsonl
+    python -m bench.replay --stack=torch --masks=causal_document --sharding=zigzag,striped
+
+A row is a scheme under a mask on a world: per step the seconds of the local work (equal local problems are run once,
+ranks are sampled with --ranks_per_step), the balance of the schedule, T1 on one device, and the efficiency
+E = T1 / (world * slowest). `compute` ends each step in a barrier, as a ring does, and counts the merges; `predicted`
+adds the links that the flags describe. A small replay of each scheme, mask and sharding is held to the float64 oracle
+first (--check), and of what is timed, some rows and keys.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from bench import context_parallel_cases as cp
+from bench import engine, options, records
+from bench.cases import STACKS, ProblemSpec, differing
+from bench.link_model import Links, predict
+from bench.timing import Protocol
+from bench.workers import Failure, Worker
+from workload.capability import DYNAMIC_MASKS
+from workload.errors import Unsupported
+from workload.problem import PASSES
+from workload.schedule import Schedule
+from workload.sharding import KINDS
+from workload.suite import ALL_BUILDERS
+from workload.topology import SCHEMES
+
+TASKS = "bench.replay_task"
+CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
+CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a replay goes.
+
+    Attributes:
+      out, resume, deadline: as in `engine.Options`.
+      ranks: ranks run a step, the busiest first; 0 for all.
+      protocol: how long a local problem is timed.
+      flop_limit: FLOPs of the longest pass that T1 may run.
+      links: what links cost.
+      check: whether a small replay is held to the oracle first.
+      workers: processes that build at the same time; what is timed is timed alone.
+    """
+
+    out: Path
+    resume: bool
+    deadline: float
+    ranks: int
+    protocol: Protocol
+    flop_limit: float
+    links: Links
+    check: bool = True
+    workers: int = 1
+
+
+def define() -> None:
+    """Defines the flags."""
+    flags.DEFINE_list("stack", ["all"], f"Stacks: all, or some of {', '.join(STACKS)}.")
+    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
+    flags.DEFINE_list("masks", ["full", "causal", "full_document", "causal_document"],
+                      f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    flags.DEFINE_list("worlds", ["8", "64"], "Numbers of ranks.")
+    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
+    flags.DEFINE_string("tokens_per_rank", "8K", "Tokens a rank.")
+    flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
+    flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
+    flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
+    flags.DEFINE_string("kernel", "", "Local kernel; by default naive on a CPU, flashmask or flashinfer on a GPU.")
+    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
+    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
+    flags.DEFINE_integer("kv_heads", 8, "Key and value heads.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of q, k, v.")
+    flags.DEFINE_string("documents", "auto", "Data set of document lengths.")
+    flags.DEFINE_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
+    flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest first; 0 for all.", lower_bound=0)
+    flags.DEFINE_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
+    flags.DEFINE_float("flop_limit", 1e15, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
+    flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time.", lower_bound=1)
+    flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
+    flags.DEFINE_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
+    flags.DEFINE_string("out", "out/replay.jsonl", "Record file: one JSON line a row.")
+    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    for field in dataclasses.fields(Links):
+        unit = "seconds" if field.name.endswith("latency") else "bytes/s"
+        flags.DEFINE_float(f"link_{field.name}", field.default, f"{field.name.replace('_', ' ')}, {unit} a rank.")
+
+
+def cases_of(values: flags.FlagValues) -> list[cp.Case]:
+    """The rows that the flags ask for. ValueError names the flag."""
+    per_rank = options.tokens(values.tokens_per_rank)
+    settings = differing(documents=values.documents, long_share=values.long_share)
+    out = []
+    for stack in options.choose("stack", values.stack, STACKS):
+        for mask in options.choose("masks", values.masks, ALL_BUILDERS):
+            for world in (options.tokens(w) for w in values.worlds):
+                spec = ProblemSpec(mask, per_rank * world, 0, values.batch, values.q_heads, values.kv_heads,
+                                   values.head_dim, values.dtype, values.seed, settings)
+                for scheme in options.choose("schemes", values.schemes, SCHEMES):
+                    grid = scheme in ("usp", "loongtrain")
+                    for kind in options.choose("sharding", values.sharding, KINDS):
+                        out.append(cp.Case(
+                            stack, scheme, spec, world, kind, values.ulysses if grid else 0,
+                            values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel))
+    return out
+
+
+def settings_of(values: flags.FlagValues) -> Settings:
+    """How the run goes, from the flags."""
+    links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
+    protocol = Protocol(samples=5, least=2, seconds=values.seconds, warmups=3)
+    return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
+                    values.flop_limit, links, values.check, values.workers)
+
+
+def kernel_of(case: cp.Case, on_gpu: bool) -> str:
+    """The local kernel of a case."""
+    if case.kernel:
+        return case.kernel
+    if not on_gpu:
+        return "naive"
+    return "flashinfer" if case.spec.mask in DYNAMIC_MASKS else "flashmask"
+
+
+def shape_key(case: cp.Case, schedule: Schedule, kernel: str) -> tuple:
+    """Cases of one key run the same compiled local program."""
+    s = schedule.signature
+    return (case.stack, kernel, s.batch, s.q_rows, s.kv_rows, s.heads.q_local, s.heads.kv_local, s.head_dim, s.dtype,
+            len(s.steps) > 1, case.world > 1)
+
+
+def summary(
+    schedule: Schedule, measured: Sequence[dict[str, Any]], combine: Sequence[float], links: Links
+) -> dict[str, Any]:
+    """What a row tells of measured local work: per pass the slowest rank's seconds and the predicted job's."""
+    steps = range(len(schedule.signature.steps))
+    out: dict[str, Any] = {}
+    for which, extra in zip(PASSES, combine, strict=True):
+        slowest = np.zeros(len(steps))
+        for run in measured:
+            slowest[run["step"]] = max(slowest[run["step"]], run[which])
+        slowest[1:] += extra
+        found = predict(schedule.signature, which, slowest.tolist(), links)
+        out[which] = {"slowest": slowest.tolist(), "compute": found.compute, "predicted": found.total,
+                      "exposed_links": found.exposed}
+    return out
+
+
+def efficiencies(row: dict[str, Any], one: dict[str, Any], world: int) -> dict[str, Any]:
+    """E = T1 / (world * time), of the local work alone and of the predicted job, by pass and for both."""
+    out = {}
+    for label in ("compute", "predicted"):
+        times = {which: row[which][label] for which in PASSES}
+        single = {which: one[which]["seconds"] for which in PASSES}
+        out[label] = {which: single[which] / (world * times[which]) if times[which] else 0.0 for which in PASSES}
+        total = sum(times.values())
+        out[label]["both"] = sum(single.values()) / (world * total) if total else 0.0
+    return out
+
+
+def over_limit(errors: dict[str, float], dtype: str) -> str:
+    """Which results are wrong, in words; "" where none is."""
+    limit = CHECK_LIMIT[dtype]
+    return "; ".join(f"{name}: error {e:.3g} > {limit}" for name, e in errors.items() if not e <= limit)
+
+
+def one_device(case: cp.Case, limit: float) -> cp.Case:
+    """The case whose one rank computes the whole problem: T1.
+
+    Where its backward pass has more than `limit` FLOPs, the longest length (halved as often as needed) within it.
+    """
+    spec = case.spec
+    while spec.problem().flops("backward") > limit and spec.seq_len > 1024:
+        spec = dataclasses.replace(spec, seq_len=spec.seq_len // 2)
+    return cp.Case(case.stack, "ulysses", spec, 1, "contiguous", kernel=case.kernel)
+
+
+Member = tuple[cp.Case, Schedule]
+
+
+class Replay:
+    """A run: groups cases by local shape, has workers build and then time them, writes rows."""
+
+    def __init__(self, settings: Settings, workers: engine.Workers, writer: records.Writer):
+        self.settings, self.workers, self.writer = settings, workers, writer
+        self._found: dict[str, dict[str, Any] | Failure] = {}
+        self._checked: dict[tuple, Any] = {}
+
+    def run(self, cases: Sequence[cp.Case]) -> None:
+        """Writes a row for each case that the file lacks; T1 of each problem is measured with them."""
+        members: dict[str, Member] = {}
+        ones: dict[str, cp.Case] = {}
+        for case in cases:
+            if case.key in self.writer.keys or not self._good(case):
+                continue
+            ones[case.key] = one_device(case, self.settings.flop_limit)
+            for each in (case, ones[case.key]):
+                if each.key not in members:
+                    members[each.key] = each, each.schedule()
+        groups: dict[tuple, list[Member]] = {}
+        for case, schedule in members.values():
+            groups.setdefault(shape_key(case, schedule, self._kernel(case)), []).append((case, schedule))
+        self._measure(list(groups.values()))
+        for key, one in ones.items():
+            self._write(members[key][0], self._row(*members[key], members[one.key]))
+
+    def _kernel(self, case: cp.Case) -> str:
+        return kernel_of(case, self.workers.environment(case.stack, self.settings.deadline).get("backend") != "cpu")
+
+    def _good(self, case: cp.Case) -> bool:
+        """Whether there is such a schedule and its small replay is right; writes the row where not."""
+        try:
+            wrong = bool(case.topology) and self._wrong(case)
+        except Unsupported as reason:
+            wrong = {"status": "unsupported", "reason": str(reason)}
+        if wrong:
+            self._write(case, wrong)
+        return not wrong
+
+    def _wrong(self, case: cp.Case) -> dict[str, str] | None:
+        """Status and reason where the small replay fails or is wrong; each (scheme, mask, sharding) is checked once."""
+        key = _check_key(case)
+        if key not in self._checked:
+            self._checked[key] = {} if not self.settings.check else self.workers[case.stack].ask(
+                f"{TASKS}:check", self.settings.deadline, case=case.record(), tokens=CHECK_TOKENS,
+                kernel=self._kernel(case))
+        errors = self._checked[key]
+        if isinstance(errors, Failure):
+            return dataclasses.asdict(errors)
+        bad = over_limit(errors, case.spec.dtype)
+        return {"status": "mismatch", "reason": bad} if bad else None
+
+    def _measure(self, groups: Sequence[Sequence[Member]]) -> None:
+        """Builds `workers` groups at a time, each in a process of its own; then times them one after the other."""
+        at_once = self.settings.workers
+        for begin in range(0, len(groups), at_once):
+            some = groups[begin : begin + at_once]
+            with contextlib.ExitStack() as held, ThreadPoolExecutor(at_once) as threads:
+                workers = [held.enter_context(Worker(group[0][0].stack)) for group in some]
+                built = list(threads.map(self._build, workers, some))
+                for worker, group, found in zip(workers, some, built, strict=True):
+                    if not isinstance(found, Failure):
+                        found = self._times(worker, found)
+                    for n, (case, _) in enumerate(group):
+                        self._found[case.key] = found if isinstance(found, Failure) else \
+                            found | {"runs": found["runs"][n]}
+                    worker.kill()
+
+    def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
+        return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
+                          kernel=self._kernel(group[0][0]), count=self.settings.ranks)
+
+    def _times(self, worker: Worker, built: dict[str, Any]) -> Any:
+        found = worker.ask(f"{TASKS}:times", self.settings.deadline,
+                           protocol=dataclasses.asdict(self.settings.protocol))
+        return found if isinstance(found, Failure) else built | found
+
+    def _row(self, case: cp.Case, schedule: Schedule, one: Member) -> dict[str, Any]:
+        found, single = self._found[case.key], self._found[one[0].key]
+        if isinstance(found, Failure):
+            return dataclasses.asdict(found)
+        row = cp.plan_of_schedule(schedule) | {"efficiency_bound": schedule.efficiency_bound} | found
+        row |= summary(schedule, found["runs"], found["combine"], self.settings.links)
+        row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked[_check_key(case)],
+                "ranks_per_step": self.settings.ranks, "timer": "wall time of batches from wait to wait, warm cache"}
+        wrong = over_limit(found["spot_errors"], case.spec.dtype)
+        if wrong:
+            return row | {"status": "mismatch", "reason": wrong}
+        if isinstance(single, Failure):
+            return row | {"one_device": f"{single.status}: {single.reason}"}
+        single = one_device_seconds(case, one[0], single["runs"][0])
+        return row | {"one_device": single, "efficiency": efficiencies(row, single, case.world)}
+
+    def _write(self, case: cp.Case, found: dict[str, Any]) -> None:
+        row = {
+            "key": case.key, "kind": "replay", "case": case.record(), "kernel": self._kernel(case), "status": "ok",
+            "reason": "", "environment": self.workers.environment(case.stack, self.settings.deadline),
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        } | found
+        self.writer.write(row)
+        print(line(row), flush=True)
+
+
+def _check_key(case: cp.Case) -> tuple:
+    return case.stack, case.kernel, case.scheme, case.spec.mask, case.sharding
+
+
+def one_device_seconds(case: cp.Case, one: cp.Case, run: dict[str, Any]) -> dict[str, Any]:
+    """T1 by pass: measured, or FLOPs over the rate under that mask at the length that was run."""
+    whole, part = case.spec.problem(), one.spec.problem()
+    return {"seq_len": one.spec.seq_len} | {
+        which: {"seconds": run[which] * whole.flops(which) / part.flops(which), "rate": part.flops(which) / run[which]}
+        for which in PASSES
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in one line of text."""
+    if row["status"] != "ok":
+        return f"{row['key']}: {row['status']}: {row['reason'][:160]}"
+    text = "  ".join(f"{which} {row[which]['compute'] * 1e3:.2f} ms" for which in PASSES)
+    if "efficiency" in row:
+        alone, linked = (row["efficiency"][label]["both"] for label in ("compute", "predicted"))
+        text += f"  E {alone:.3f} (with links {linked:.3f})"
+    return f"{row['key']}: {text}  balance {row['total_balance']:.3f}, by step {row['step_balance']:.3f}"
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    values = flags.FLAGS
+    try:
+        cases, settings = cases_of(values), settings_of(values)
+        with (
+            engine.open_records(engine.Options(settings.out, settings.resume)) as writer,
+            engine.Workers() as workers,
+        ):
+            Replay(settings, workers, writer).run(cases)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    bad = [row for row in records.read(settings.out) if row["status"] in ("mismatch", "error", "timeout")]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    define()
+    app.run(main)

@@ -1,0 +1,75 @@
+"""Some rows and some keys of an attention result of any size against float64: no dense matrix, no other kernel."""
+
+from typing import Any
+
+import numpy as np
+
+from parity.compare import relative_error
+from workload.problem import AttentionProblem
+
+COUNT = 24
+
+
+def spot_errors(stack, problem: AttentionProblem, inputs, results, seed: int = 0) -> dict[str, float]:
+    """Relative errors of out, dq at some rows and of dk, dv at some keys, of the first kv head (and the last).
+
+    The rows' softmax is computed anew from q and k; a key's gradients use the kernel's lse, which out has vouched for.
+
+    Args:
+      inputs: q, k, v, dout; results: out, lse, dq, dk, dv, arrays of `stack`.
+    """
+    rng = np.random.default_rng(seed)
+    rows = np.unique(rng.integers(0, problem.q_len, COUNT))
+    keys = np.unique(rng.integers(0, problem.kv_len, COUNT // 4))
+    errors: dict[str, float] = {}
+    large = problem.q_len * problem.group > 1 << 19
+    for head in {0} if large else sorted({0, problem.kv_heads - 1}):
+        for name, e in _head_errors(stack, problem, inputs, results, head, rows, keys).items():
+            errors[name] = max(errors.get(name, 0.0), e)
+    return errors
+
+
+def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> dict[str, float]:
+    """One kv head of the first batch entry; its query heads all add to dk and dv."""
+    mask, group, scale = problem.mask, problem.group, problem.scale
+    heads = range(kv_head * group, (kv_head + 1) * group)
+    k, v = (stack.take(x[0, :, kv_head]) for x in inputs[1:3])
+    dk, dv = np.zeros((2, len(keys), k.shape[1]))
+    got: dict[str, list[Any]] = {"out": [], "dq": []}
+    want: dict[str, list[Any]] = {"out": [], "dq": []}
+    for h in heads:
+        q, dout, out, dq = (stack.take(x[0, :, h]) for x in (inputs[0], inputs[3], results[0], results[2]))
+        lse = stack.take(results[1][0, h])
+        mask_head = h * mask.heads // problem.q_heads
+        seen = np.concatenate([mask.dense_rows(r, r + 1, mask_head) for r in rows])
+        p = _softmax(np.where(seen, scale * (q[rows] @ k.T), -np.inf))
+        delta = (p @ v * dout[rows]).sum(axis=1)
+        got["out"].append(out[rows])
+        got["dq"].append(dq[rows])
+        want["out"].append(p @ v)
+        want["dq"].append(scale * (p * (dout[rows] @ v.T - delta[:, None])) @ k)
+        by_key = _columns(mask, keys, mask_head)
+        p = np.where(by_key, np.exp(scale * (q @ k[keys].T) - np.where(lse == -np.inf, np.inf, lse)[:, None]), 0.0)
+        ds = p * (dout @ v[keys].T - (dout * out).sum(axis=1)[:, None])
+        dv += p.T @ dout
+        dk += scale * ds.T @ q
+    found = {name: relative_error(np.stack(got[name]), np.stack(want[name])) for name in got}
+    found["dk"] = relative_error(stack.take(results[3][0, :, kv_head])[keys], dk)
+    found["dv"] = relative_error(stack.take(results[4][0, :, kv_head])[keys], dv)
+    return found
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(axis=1, keepdims=True)
+    weight = np.exp(logits - np.where(top == -np.inf, 0.0, top))
+    total = weight.sum(axis=1, keepdims=True)
+    return weight / np.where(total == 0, 1.0, total)
+
+
+def _columns(mask, keys: np.ndarray, head: int) -> np.ndarray:
+    """Which rows see these keys, bool [q_len, keys]."""
+    if hasattr(mask, "starts"):
+        return ((mask.starts[:, :, None] <= keys) & (keys < mask.ends[:, :, None])).any(axis=0)
+    step = max(1, (1 << 26) // max(1, mask.kv_len))
+    return np.concatenate([
+        mask.dense_rows(b, min(b + step, mask.q_len), head)[:, keys] for b in range(0, mask.q_len, step)])
