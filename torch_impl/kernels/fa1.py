@@ -91,7 +91,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
             cols(q), rows(k), rows(v), cols(dout), dq, rows(dk), rows(dv), lse.contiguous(), delta, starts, ends, *runs,
             full_slots, partial_slots, q_len, kv_len, q_heads, q_heads // kv_heads, scale, scale * support.LOG2E,
             R=starts.shape[0], M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q), **launch.options())
-    dk, dv = (x.reshape(b, kv_len, kv_heads, -1, d).sum(dim=3) for x in (dk, dv))
+    dk, dv = (x.unflatten(2, (kv_heads, q_heads // kv_heads)).sum(dim=3) for x in (dk, dv))
     return tuple(x.to(t) for x, t in zip((dq[..., :d], dk, dv), wants, strict=True))
 
 

@@ -82,11 +82,10 @@ def _cute_options(operands: RegularOperands, scale: float) -> dict:
     }
 
 
-def _interface_options(operands: RegularOperands, scale: float) -> dict:
-    """Keywords that forward and backward of flash_attn_interface share; an open side of a window is -1."""
+def _interface_window(operands: RegularOperands) -> dict:
+    """The window as flash_attn_interface takes it; an open side is -1."""
     left, right = ((-1 if side is None else side) for side in operands.window)
-    return {"softmax_scale": scale, "causal": operands.causal, "window_size_left": left,
-            "window_size_right": 0 if operands.causal else right}
+    return {"window_size_left": left, "window_size_right": 0 if operands.causal else right}
 
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
@@ -100,11 +99,9 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
         options = _cute_options(operands, scale)
         out, lse, *_ = package(f"{CUTE}.interface")._flash_attn_fwd(q, k, v, return_lse=True, **options)
     else:
-        lengths = {} if operands.cu_q is None else {
-            "cu_seqlens_q": operands.cu_q, "cu_seqlens_k": operands.cu_kv,
-            "max_seqlen_q": operands.max_q, "max_seqlen_k": operands.max_kv}
         out, lse, *_ = package(INTERFACE)._flash_attn_forward(
-            q, k, v, **lengths, **_interface_options(operands, scale))
+            q, k, v, cu_seqlens_q=operands.cu_q, cu_seqlens_k=operands.cu_kv, max_seqlen_q=operands.max_q,
+            max_seqlen_k=operands.max_kv, softmax_scale=scale, causal=operands.causal, **_interface_window(operands))
     return out.reshape(shape), unfold_lse(lse, batch, operands)
 
 
@@ -126,9 +123,8 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     else:
         grads = [torch.empty_like(x) for x in (q, k, v)]
         package(INTERFACE)._flash_attn_backward(
-            dout, q, k, v, out, lse, cu_seqlens_q=operands.cu_q, cu_seqlens_k=operands.cu_kv,
-            max_seqlen_q=operands.max_q, max_seqlen_k=operands.max_kv,
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **_interface_options(operands, scale))
+            dout, q, k, v, out, lse, operands.cu_q, operands.cu_kv, None, None, operands.max_q, operands.max_kv, *grads,
+            scale, operands.causal, **_interface_window(operands))
     return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
 
 

@@ -163,7 +163,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
     _key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
     for total, part in zip((dk, dv), parts, strict=True):
-        total.copy_(part.unflatten(2, (k.shape[2], -1)).sum(dim=3))
+        total.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
     return dq, dk, dv
 
 
