@@ -32,6 +32,14 @@ def stack_of(name: str):
     return module.Stack()
 
 
+def ready(stack: str) -> None:
+    """Imports what the worker will need."""
+    if stack == "judge":
+        importlib.import_module("torch")
+    else:
+        stack_of(stack)
+
+
 def environment(stack: str) -> dict[str, Any]:
     """Versions and device of a stack."""
     return stack_of(stack).environment()
@@ -225,7 +233,7 @@ def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:
 def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
     """The matrix peak (FLOP/s) and the copy bandwidth (bytes/s) that a stack reaches on this machine.
 
-    The peak is that of the fastest sample, on a CPU the better of the dtype and float32 (half types may be emulated).
+    On a CPU the peak is the better of the dtype's and float32's: half types may be emulated.
     """
     chosen, limits = stack_of(stack), Protocol(**protocol)
     size, copied = (8192, 1 << 30) if chosen.on_gpu else (1024, 1 << 27)
@@ -233,10 +241,10 @@ def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
     for kind in sorted(kinds):
         call, flops = chosen.matmul(size, kind)
         timing = measure(chosen.sampler(call, False, 2e-3), limits)
-        peak = max(peak, flops / timing.minimum)
+        peak = max(peak, flops / timing.median)
     call, moved = chosen.copy(copied)
     timing = measure(chosen.sampler(call, False, 1e-3), limits)
     return {
-        "peak_flops": peak, "matmul": f"{size}^3", "bandwidth": moved / timing.minimum, "copy_bytes": moved,
+        "peak_flops": peak, "matmul": f"{size}^3", "bandwidth": moved / timing.median, "copy_bytes": moved,
         "timer": chosen.timer,
     }

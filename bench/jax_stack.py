@@ -20,7 +20,7 @@ from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 256 << 20  # several times the L2 of any card
 BATCH_SECONDS = 4e-3  # a batch of the difference timer lasts about this long
-BATCHES = (2, 32)
+BATCHES = (4, 40)
 
 
 class Stack:

@@ -182,6 +182,7 @@ def run(todo: list[Cell], out: Path, resume: bool, deadline: float, console: Con
         console.print(f"{len(todo)} cells, {len(todo) - len(left)} of them done; records: {out}")
         folder = Path(name)
         references, exchange = engine.References(workers, folder, deadline), Exchange(workers, folder, deadline)
+        workers.start([*STACKS, "judge"] if left else [], deadline)
         timed = bool(left) and engine.on_gpu(workers, deadline)
         for number, cell in enumerate(left, 1):
             row = judge(cell, workers, references, exchange, folder, deadline, timed)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
+BASELINES = 5
 SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
 
 
@@ -132,11 +133,12 @@ def difference_sampler(
 ) -> Callable[[int], float]:
     """sample(n) of device time for a stack that hands out no device events.
 
-    `batch` runs are enqueued without waiting, each behind a flush of the cache; then as many flushes alone. Host and
-    device overlap alike in both, so (T(flush and run) - T(flush)) / batch is the device time of a run: launch latency,
-    the flush and the final wait cancel. Without a flush (warm cache) twice as many runs are compared with as many.
+    `batch` runs are enqueued without waiting, each behind a flush of the cache, and so are as many flushes alone (their
+    median over `BASELINES` tries, measured once). Host and device overlap alike in both, so the difference over
+    `batch` is the device time of a run: launch latency, the flush and the final wait cancel. Without a flush (warm
+    cache) it is `2 * batch` runs against `batch`.
     """
-    def total(work, count, n):
+    def total(work, count, n=0):
         def enqueue():
             result = None
             for k in range(count):
@@ -145,12 +147,15 @@ def difference_sampler(
         return wall(enqueue, finish)
 
     def flushed(n):
+        assert flush is not None
         flush()
         return call(n)
 
     if flush is None:
         return lambda n: (total(call, 2 * batch, n) - total(call, batch, n)) / batch
-    return lambda n: (total(flushed, batch, n) - total(lambda _: flush(), batch, n)) / batch
+    finish(flush())  # compiled and warm
+    alone = statistics.median(total(lambda _: flush(), batch) for _ in range(BASELINES))
+    return lambda n: (total(flushed, batch, n) - alone) / batch
 
 
 def above_ceiling(rate: float, peak: float) -> str | None:
