@@ -1,0 +1,161 @@
+"""Borders of the third-party dense kernels: what they are handed, what they refuse, where they run."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from torch_impl import kernels
+from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, walks
+from workload import masks
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
+from workload.tiles import FULL, PARTIAL
+
+LENGTHS = (61, 0, 1, 90, 51)
+PEERS = ("cudnn", "cudnn_flex", "fa2", "fa3", "fa3_mask", "flex")
+STATIC = {
+    "full": (),
+    "causal": (),
+    "full_document": (LENGTHS,),
+    "causal_document": (LENGTHS,),
+    "full_sliding_window": (37,),
+    "causal_sliding_window": (37,),
+    "shared_question": ([(40, 31, 23), (50, 0, 59)],),
+    "global_sliding_window": (70, 19),
+    "causal_blockwise": (LENGTHS,),
+    "prefix_lm_causal": (93,),
+    "prefix_lm_document": (LENGTHS, (20, 0, 1, 90, 7)),
+    "block_causal_document": (LENGTHS, 24),
+}
+SHAPES = ((147, 203), (210, 203))  # fewer queries than keys, and more: rows before the first key
+
+
+def mask_of(name, q_len=147, kv_len=203):
+    return masks.STATIC_MASKS[name](q_len, kv_len, *STATIC[name])
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_availability_is_a_reason_and_imports_no_package(name):
+    reason = kernels.get(name).available()
+    assert reason is None or (isinstance(reason, str) and reason)
+    for package in ("flash_attn.cute", "cudnn.flex_attention"):
+        assert fa3.installed(package) is None or importlib.util.find_spec(package.split(".")[0]) is None
+
+
+def test_a_missing_package_is_named():
+    assert fa3.installed("surely_no_such_package.part") == "surely_no_such_package.part is not installed"
+    assert fa3.installed("torch.no_such_part") == "torch.no_such_part is not installed"
+    assert fa3.installed("torch.nn") is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", STATIC)
+def test_interval_endpoints_describe_the_mask(name, shape):
+    mask = mask_of(name, *shape)
+    ends = cudnn_flex.endpoints(mask)
+    keys = np.arange(mask.kv_len)
+    seen = keys < ends[0][:, None]
+    for low, high in zip(ends[1::2], ends[2::2], strict=True):
+        seen |= (low[:, None] <= keys) & (keys < high[:, None])
+    assert len(ends) % 2 == 1 and (np.diff(ends, axis=0) >= 0).all()
+    assert np.array_equal(seen, mask.dense())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", STATIC)
+def test_block_lists_cover_the_mask(name, shape):
+    mask = mask_of(name, *shape)
+    for side, dense in ((mask, mask.dense()), (mask.transpose(), mask.dense().T)):
+        counts, partial, full_counts, full = (x[0, 0].numpy() for x in flex.lists_of(side, "cpu"))
+        for row in range(len(counts)):
+            rows = dense[row * flex.BLOCK : (row + 1) * flex.BLOCK]
+            for column in range(partial.shape[1]):
+                block = rows[:, column * flex.BLOCK : (column + 1) * flex.BLOCK]
+                whole = block.shape == (flex.BLOCK, flex.BLOCK) and block.all()
+                assert (column in full[row, : full_counts[row]]) == whole
+                assert (column in partial[row, : counts[row]]) == (block.any() and not whole)
+
+
+def test_a_tile_past_the_last_row_is_partial():
+    mask = masks.full(70, 64)
+    classes = walks.ragged_runs(mask, 64, 64).classes()
+    assert classes.tolist() == [[FULL], [PARTIAL]] and mask.tile_runs(64, 64).classes().tolist() == [[FULL], [FULL]]
+
+
+def test_documents_of_every_batch_entry_follow_one_another():
+    problem = AttentionProblem(masks.causal_document(5, 9, (3, 0, 6)), batch=2)
+    operands = fa2.prepare(problem)
+    assert operands.cu_q.tolist() == [0, 0, 0, 5, 5, 5, 10] and operands.cu_kv.tolist() == [0, 3, 3, 9, 12, 12, 18]
+    assert (operands.max_q, operands.max_kv, operands.causal, operands.window) == (5, 6, True, (None, None))
+    assert operands.cu_q.dtype == torch.int32
+
+
+def test_rows_before_the_first_key_are_a_document_without_keys():
+    operands = fa2.prepare(AttentionProblem(masks.full_document(9, 5, (3, 2)), batch=1))
+    assert operands.cu_q.tolist() == [0, 4, 7, 9] and operands.cu_kv.tolist() == [0, 0, 3, 5]
+
+
+def test_lse_comes_back_as_it_went():
+    """B5: [B, H, S] against the packed [H, B * S], +inf in a kernel's empty row against our -inf."""
+    for name in ("causal", "causal_document"):
+        operands = fa2.prepare(AttentionProblem(mask_of(name), 2, 3, 1))
+        lse = torch.randn(2, 3, 147)
+        lse[1, 2, 5] = -torch.inf
+        packed = fa2.fold_lse(lse, operands)
+        assert packed.shape == ((2, 3, 147) if name == "causal" else (3, 294)) and (packed == torch.inf).sum() == 1
+        assert torch.equal(fa2.unfold_lse(packed, 2, operands), lse)
+
+
+@pytest.mark.parametrize("name", ("fa2", "fa3"))
+def test_a_heterogeneous_mask_is_refused_by_name(name):
+    problem = AttentionProblem(mask_of("prefix_lm_causal"), dtype="bfloat16")
+    assert kernels.get(name).capability.refuse(problem) == "does not take mask prefix_lm_causal"
+    with pytest.raises(Unsupported, match=f"{name}.*prefix_lm_causal"):
+        kernels.get(name).prepare(problem)
+
+
+def test_cudnn_refuses_what_torch_cannot_tell_it():
+    kernel = kernels.get("cudnn")
+    for mask, reason in ((masks.causal(4, 6), "causal with q_len 4"), (masks.full(1, 1), "q_len 1"),
+                         (masks.causal_sliding_window(6, 6, 2), "mask causal_sliding_window")):
+        problem = AttentionProblem(mask, head_dim=64)
+        assert reason in kernel.capability.refuse(problem)
+        with pytest.raises(Unsupported, match=reason):
+            kernel.prepare(problem)
+    assert kernel.prepare(AttentionProblem(masks.causal(6, 6), head_dim=64)).causal
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_dtype_of_results_it_cannot_give_is_refused_before_any_launch(name):
+    kernel = kernels.get(name)
+    q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    operands = flex.prepare(AttentionProblem(masks.full(4, 4))) if name == "flex" else None
+    with pytest.raises(Unsupported, match=f"{name}.*out_dtype torch.float32"):
+        kernel.forward(q, q, q, operands, 1.0, out_dtype=torch.float32)
+    with pytest.raises(Unsupported, match=f"{name}.*grad_dtype torch.float32"):
+        kernel.backward(q, q, q, q, None, q, operands, 1.0, grad_dtype=torch.float32)
+
+
+def test_flexattention_has_no_backward_on_a_cpu():
+    problem = AttentionProblem(masks.causal(5, 7), head_dim=16, dtype="float32")
+    q, k = torch.zeros(problem.q_shape), torch.zeros(problem.kv_shape)
+    kernel = kernels.get("flex")
+    with pytest.raises(Unsupported, match="backward on a CPU"):
+        kernel.backward(q, k, k, q, None, q, kernel.prepare(problem), 1.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_flex_compiles_once_for_each_shape_and_pass():
+    """L3: another mask of the same signature compiles nothing anew."""
+    kernel = kernels.get("flex")
+    before = flex.compiles()
+    for lengths in ((100, 156), (31, 225)):
+        problem = AttentionProblem(masks.causal_document(256, 256, lengths), 1, 2, 1, 64, "bfloat16")
+        q = torch.randn(problem.q_shape, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.randn(problem.kv_shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        operands = kernel.prepare(problem, q.device)
+        out, lse = kernel.forward(q, k, v, operands, 0.1)
+        kernel.backward(q, k, v, out, lse, q, operands, 0.1)
+    assert flex.compiles() == before + 2
