@@ -13,6 +13,7 @@ first (--check), and of what is timed, some rows and keys.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +90,7 @@ def define() -> None:
     flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
     flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest first; 0 for all.", lower_bound=0)
     flags.DEFINE_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
-    flags.DEFINE_float("flop_limit", 1e15, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
+    flags.DEFINE_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time.", lower_bound=1)
     flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
     flags.DEFINE_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
@@ -183,10 +184,14 @@ def one_device(case: cp.Case, limit: float) -> cp.Case:
 
     Where its backward pass has more than `limit` FLOPs, the longest length (halved as often as needed) within it.
     """
-    spec = case.spec
+    return cp.Case(case.stack, "ulysses", _within(case.spec, limit), 1, "contiguous", kernel=case.kernel)
+
+
+@functools.cache
+def _within(spec: ProblemSpec, limit: float) -> ProblemSpec:
     while spec.problem().flops("backward") > limit and spec.seq_len > 1024:
         spec = dataclasses.replace(spec, seq_len=spec.seq_len // 2)
-    return cp.Case(case.stack, "ulysses", spec, 1, "contiguous", kernel=case.kernel)
+    return spec
 
 
 Member = tuple[cp.Case, Schedule]

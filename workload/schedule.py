@@ -60,10 +60,10 @@ class Schedule:
 
     def gathered_order(self) -> np.ndarray:
         """Ascending order of the gathered keys: int64 [kv_total], places in the gathered blocks (each ascending)."""
-        block = self.signature.kv_block
-        tokens = np.concatenate(self.kv_groups)
-        place = np.concatenate([r * block + np.arange(len(g)) for r, g in enumerate(self.kv_groups)])
-        return place[np.argsort(tokens)]
+        out = np.empty(self.kv_sharding.total, np.int64)
+        for r, tokens in enumerate(self.kv_groups):
+            out[tokens] = r * self.signature.kv_block + np.arange(len(tokens))
+        return out
 
     def source(self, step: int, ring_index):
         """The ring index whose keys ring_index computes against."""
@@ -279,7 +279,8 @@ def _between(a: tuple[int, int], b: tuple[int, int], topology: Topology, from_en
 
 def _groups(sharding: Sharding, topology: Topology) -> list[np.ndarray]:
     return [
-        np.sort(np.concatenate([sharding.positions[x] for x in topology.group("ulysses", topology.rank(r, 0))]))
+        np.sort(np.concatenate([sharding.positions[x] for x in topology.group("ulysses", topology.rank(r, 0))]),
+                kind="stable")  # mostly in order already
         for r in range(topology.ring)
     ]
 
