@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up, shared_tile
+from jax_impl.kernels.hopper_forward import LOG2E, round_up, shared_tile
 from jax_impl.kernels.hopper_masks import COLUMN, Head, Place, Policy
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
@@ -31,13 +31,11 @@ class BackwardTiles:
       columns: queries of a tile, 64 or 128; 128 is for head_dim 64, where dq is halved by rows instead of columns.
       stages: depth of the query and dout rings.
       registers: of a consumer and of the producer thread.
-      l2_bytes: queries and douts of the kv heads that run side by side should fit in this much cache.
     """
 
     columns: int = 64
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
-    l2_bytes: int = 24 << 20
 
     @property
     def row_tokens(self) -> int:
@@ -62,8 +60,7 @@ def key_major(
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     padded, columns = round_up(kv_len, tiles.row_tokens), tiles.columns
-    side = heads_side_by_side(kv_heads, kv_heads, 4 * q_len * dim * (q_heads // kv_heads), tiles.l2_bytes)
-    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, dim, side, q.dtype, jnp.dtype(grad_dtype), with_dq)
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, dim, q.dtype, jnp.dtype(grad_dtype), with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
     scratch = {
@@ -74,7 +71,8 @@ def key_major(
         "lse_s": plgpu.SMEM((stages, columns), jnp.float32),
         "delta_s": plgpu.SMEM((stages, columns), jnp.float32),
         "kv_ready": bar(num_arrivals=2),
-        "q_ready": bar(num_arrivals=2, num_barriers=stages),
+        "column_s": plgpu.SMEM((stages,), jnp.int32),
+        "q_ready": bar(num_arrivals=3, num_barriers=stages),
         "do_ready": bar(num_arrivals=2, num_barriers=stages),
         "q_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -91,8 +89,9 @@ def key_major(
         kernel.body,
         out_type=[grad, grad],
         scratch_types=scratch,
-        grid=(batch, kv_heads // side, padded // tiles.row_tokens, side),
-        grid_names=("batch", "section", "place", "side"),
+        # The heaviest tiles of all heads come first, so that the last ones to end are light.
+        grid=(batch, padded // tiles.row_tokens, kv_heads),
+        grid_names=("batch", "place", "kv_head"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
@@ -111,7 +110,6 @@ class _KeyMajor:
     scale: float
     group: int
     dim: int
-    side: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
     with_dq: bool
@@ -127,7 +125,7 @@ class _KeyMajor:
         *mask_refs, dk_g, dv_g = refs
         dq_g = mask_refs.pop(0) if self.with_dq else None
         s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch)
-        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        kv_head = lax.axis_index("kv_head")
         first = Head(lax.axis_index("batch"), kv_head * self.group, kv_head)
         tile = self.policy.row_tile(mask_refs, first, lax.axis_index("place"))
         walk = _Walk(self, mask_refs, first, tile)
@@ -154,20 +152,23 @@ class _Walk:
         return Head(self.first.batch, self.first.q + g, self.first.kv)
 
     def each(self, visit_partial, visit_full):
-        """Calls visit(step, n, head) for every pair, step counting over all heads; returns the number of steps."""
+        """Calls visit(step, index of the query tile as a function, head) for every pair; returns the number of steps.
+
+        step counts over all heads.
+        """
 
         def one_head(g, base):
             head = self.head(g)
-            partial, total = self.kernel.policy.steps(self.refs, head, self.tile)
-            lax.fori_loop(0, partial, lambda n, _: visit_partial(base + n, n, head), None)
-            lax.fori_loop(partial, total, lambda n, _: visit_full(base + n, n, head), None)
-            return base + total
+            walk = self.kernel.policy.walk(self.refs, head, self.tile)
+
+            def visit(with_, n, _):
+                with_(base + n, lambda: walk.column(n), head)
+
+            lax.fori_loop(0, walk.partial, functools.partial(visit, visit_partial), None)
+            lax.fori_loop(walk.partial, walk.total, functools.partial(visit, visit_full), None)
+            return base + walk.total
 
         return lax.fori_loop(0, self.kernel.group, one_head, jnp.int32(0))
-
-    def query0(self, head, n):
-        """First query of the n-th tile."""
-        return self.kernel.policy.column(self.refs, head, self.tile, n) * self.kernel.tiles.columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +190,7 @@ class _Scratch:
     do_s: jax.Ref
     lse_s: jax.Ref
     delta_s: jax.Ref
+    column_s: jax.Ref
     kv_ready: jax.Ref
     q_ready: jax.Ref
     do_ready: jax.Ref
@@ -207,11 +209,14 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
     plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, walk.first.kv], s.v_s, s.kv_ready)
 
-    def load(step, n, head):
-        slot, queries = lax.rem(step, stages), pl.ds(walk.query0(head, n), kernel.tiles.columns)
+    def load(step, column, head):
+        slot, column = lax.rem(step, stages), column()
+        queries = pl.ds(column * kernel.tiles.columns, kernel.tiles.columns)
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.q_g.at[batch, queries, head.q], s.q_s.at[slot], s.q_ready.at[slot])
         plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
+        s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
+        plgpu.barrier_arrive(s.q_ready.at[slot])
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
         plgpu.copy_gmem_to_smem(s.delta_g.at[batch, head.q, queries], s.delta_s.at[slot], s.do_ready.at[slot])
@@ -265,11 +270,14 @@ class _Consumer:
         self.walk.each(functools.partial(step, True), functools.partial(step, False))
         return dk_ref[...], dv_ref[...]
 
-    def _step(self, dk_ref, dv_ref, masked: bool, step, n, head):
+    def _query0(self, slot):
+        return self.s.column_s[slot] * self.kernel.tiles.columns
+
+    def _step(self, dk_ref, dv_ref, masked: bool, step, _, head):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, n, head), tile, tile)
+        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, head), tile, tile)
         p, ds = p.astype(kernel.dtype), ds.astype(kernel.dtype)
         plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
         if kernel.with_dq:
@@ -279,7 +287,7 @@ class _Consumer:
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
             pl.run_scoped(
-                functools.partial(self._query_gradient, dk_ref, ds, slot, half, n, head),
+                functools.partial(self._query_gradient, dk_ref, ds, slot, half, head),
                 plgpu.ACC(kernel.dq_part, jnp.float32),
             )
         else:
@@ -289,7 +297,7 @@ class _Consumer:
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.q_free.at[slot])
 
-    def _gradient(self, masked: bool, slot, n, head, s_ref, dp_ref):
+    def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
         """Probabilities and gradients of the logits, float32 [keys, queries]."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         plgpu.barrier_wait(s.q_ready.at[slot])
@@ -299,7 +307,7 @@ class _Consumer:
         key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
         place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or policy.changes_scores:
-            place = dataclasses.replace(place, column0=self.walk.query0(head, n))
+            place = dataclasses.replace(place, column0=self._query0(slot))
         rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
         lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
         logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -309,16 +317,16 @@ class _Consumer:
         delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
         return p, p * (dp_ref[...] - place.by_column(delta))
 
-    def _query_gradient(self, dk_ref, ds, slot, half, n, head, dq_ref):
+    def _query_gradient(self, dk_ref, ds, slot, half, head, dq_ref):
         """This warpgroup's half of the tile's dq, added to device memory while dk is computed."""
         s, kernel = self.s, self.kernel
         rows, columns = kernel.dq_part
         ds_s = s.ds_s.at[half]
         if columns == kernel.dim:
-            queries, features = self.walk.query0(head, n) + self.warpgroup * ROWS, pl.ds(0, columns)
+            queries, features = self._query0(slot) + self.warpgroup * ROWS, pl.ds(0, columns)
             plgpu.wgmma(dq_ref, ds_s.at[:, pl.ds(self.warpgroup * ROWS, ROWS)].transpose((1, 0)), s.k_s)
         else:
-            queries, features = self.walk.query0(head, n), pl.ds(self.warpgroup * columns, columns)
+            queries, features = self._query0(slot), pl.ds(self.warpgroup * columns, columns)
             plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), s.k_s.at[:, features])
         plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
         dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up, shared_tile
-from jax_impl.kernels.hopper_masks import ROW, Head, Place, Policy
+from jax_impl.kernels.hopper_masks import ROW, Head, Place, Policy, Walk
 
 CONSUMERS = 2
 ROWS = 64
@@ -104,24 +104,23 @@ class _QueryMajor:
         q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         head = Head(lax.axis_index("batch"), q_head, lax.div(q_head, jnp.int32(self.group)))
         tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
-        partial, total = self.policy.steps(mask_refs, head, tile)
-        column = functools.partial(self.policy.column, mask_refs, head, tile)
+        walk = self.policy.walk(mask_refs, head, tile)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: self._produce(s, head, column, total))
+        pl.when(warpgroup == CONSUMERS)(lambda: self._produce(s, head, walk))
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             row0 = tile * self.tiles.row_tokens + warpgroup * ROWS
             rows = self.policy.load_rows(mask_refs, head, row0, ROWS)
-            _Consumer(self, s, head, warpgroup, row0, rows, column).run(partial, total)
+            _Consumer(self, s, head, warpgroup, row0, rows, walk).run()
 
-    def _produce(self, s, head, column, total):
+    def _produce(self, s, head, walk):
         plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
         stages = jnp.int32(self.tiles.stages)
 
         def load(n, _):
-            slot, keys = lax.rem(n, stages), pl.ds(column(n) * self.tiles.columns, self.tiles.columns)
+            slot, keys = lax.rem(n, stages), pl.ds(walk.column(n) * self.tiles.columns, self.tiles.columns)
             for gmem, smem, ready, free in (
                 (s.v_g, s.v_s, s.v_ready, s.v_free),
                 (s.k_g, s.k_s, s.k_ready, s.k_free),
@@ -129,13 +128,13 @@ class _QueryMajor:
                 pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                 plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
 
-        lax.fori_loop(0, total, load, None)
+        lax.fori_loop(0, walk.total, load, None)
 
         def drain(n, _):  # nothing may be pending when the block ends
             plgpu.barrier_wait(s.v_free.at[lax.rem(n, stages)])
             plgpu.barrier_wait(s.k_free.at[lax.rem(n, stages)])
 
-        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+        lax.fori_loop(jnp.maximum(walk.total - stages, 0), walk.total, drain, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +147,9 @@ class _Consumer:
     warpgroup: jax.Array
     row0: jax.Array
     rows: tuple
-    column: functools.partial
+    walk: Walk
 
-    def run(self, partial, total):
+    def run(self):
         """Loads q, dout, lse and delta of its rows, runs the column tiles, writes dq."""
         s, kernel, mine = self.s, self.kernel, self.warpgroup
         queries = pl.ds(self.row0, ROWS)
@@ -165,8 +164,8 @@ class _Consumer:
 
         def all_steps(dq_ref):
             step = functools.partial(self._step, dq_ref, lse, delta)
-            lax.fori_loop(0, partial, functools.partial(step, True), None)
-            lax.fori_loop(partial, total, functools.partial(step, False), None)
+            lax.fori_loop(0, self.walk.partial, functools.partial(step, True), None)
+            lax.fori_loop(self.walk.partial, self.walk.total, functools.partial(step, False), None)
             return dq_ref[...]
 
         dq = pl.run_scoped(all_steps, plgpu.ACC((ROWS, kernel.dim), jnp.float32)) * kernel.scale
@@ -184,7 +183,7 @@ class _Consumer:
         slot = lax.rem(n, jnp.int32(kernel.tiles.stages))
         place = Place(self.row0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or kernel.policy.changes_scores:
-            place = dataclasses.replace(place, column0=self.column(n) * kernel.tiles.columns)
+            place = dataclasses.replace(place, column0=self.walk.column(n) * kernel.tiles.columns)
 
         def gradient(dp_ref, s_ref):
             plgpu.barrier_wait(s.v_ready.at[slot])

@@ -12,10 +12,13 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
+from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy, Walk
 
 LOG2E = math.log2(math.e)
 
@@ -30,7 +33,7 @@ class ForwardTiles:
       columns: keys of a tile.
       stages: depth of the key and value rings.
       registers: of a consumer and of the producer thread; (consumers, 1) weighted sum at most 512.
-      turns: whether consumers take turns at issuing products.
+      turns: whether two consumers take turns at issuing products.
       l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
     """
 
@@ -39,7 +42,7 @@ class ForwardTiles:
     columns: int = 128
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
-    turns: bool = True
+    turns: bool = False
     l2_bytes: int = 24 << 20
 
     @property
@@ -102,11 +105,11 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
             "v_s": shared_tile((t.stages, t.columns, dim), staged),
             "lse_s": plgpu.SMEM((n, t.rows), jnp.float32),
             "q_ready": plgpu.Barrier(num_barriers=n),
-            "k_ready": plgpu.Barrier(num_barriers=t.stages),
+            "column_s": plgpu.SMEM((t.stages,), jnp.int32),
+            "k_ready": plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             "v_ready": plgpu.Barrier(num_barriers=t.stages),
             "k_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
             "v_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
-            "turn": plgpu.Barrier(num_barriers=n),
         },
         grid=(batch, q_heads // side, padded // tiles.row_tokens, side),
         grid_names=("batch", "section", "place", "side"),
@@ -118,6 +121,23 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         kernel_name="hopper_forward",
     )(q, k, v, *policy.operands())
     return out[:, :q_len], lse[:, :, :q_len]
+
+
+def _named_barrier(instruction: str, following: int):
+    """`bar.sync` or `bar.arrive` on the turn of this one of two warpgroups, or of the following one.
+
+    Mosaic GPU's own barriers live in shared memory and have to be polled; these are the hardware's sixteen, of which
+    Mosaic GPU uses the lowest.
+    """
+
+    @plgpu.inline_mgpu()
+    def issue(_):
+        mine = mgpu_utils.warpgroup_idx(sync=False)
+        turn = arith.remui(arith.addi(mine, mgpu_utils.c(following, mine.type)), mgpu_utils.c(2, mine.type))
+        barrier = arith.addi(turn, mgpu_utils.c(8, mine.type))
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier], f"{instruction} $0, 256;", "r", has_side_effects=True)
+
+    issue()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,31 +161,35 @@ class _Forward:
         q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         head = Head(lax.axis_index("batch"), q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads)))
         tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
-        partial, total = self.policy.steps(mask_refs, head, tile)
+        walk = self.policy.walk(mask_refs, head, tile)
         warpgroup = lax.axis_index("warpgroup")
-        column = functools.partial(self.policy.column, mask_refs, head, tile)
-        pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, head, column, total))
+        pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, head, walk))
 
         @pl.when(warpgroup < self.tiles.consumers)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             row0 = tile * self.tiles.row_tokens + warpgroup * self.tiles.rows
-            rows = self.policy.load_rows(mask_refs, head, row0, self.tiles.rows)
-            _Consumer(self, s, head, warpgroup, row0, rows, column, partial, total).run()
+            _Consumer(self, s, head, warpgroup, row0, walk).run(mask_refs)
 
-    def _produce(self, s, head, column, total):
+    def _produce(self, s, head, walk):
         """Fills the rings: keys one step ahead of values, since the values of a step are wanted one step later."""
         plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
-        stages = self.tiles.stages
+        stages, total = self.tiles.stages, walk.total
 
         def load(n, gmem, smem, ready, free):
-            slot = lax.rem(n, jnp.int32(stages))
-            keys = pl.ds(column(n) * self.tiles.columns, self.tiles.columns)
+            slot, column = lax.rem(n, jnp.int32(stages)), walk.column(n)
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            keys = pl.ds(column * self.tiles.columns, self.tiles.columns)
             plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
+            return slot, column
 
-        load_k = functools.partial(load, gmem=s.k_g, smem=s.k_s, ready=s.k_ready, free=s.k_free)
-        load_v = functools.partial(load, gmem=s.v_g, smem=s.v_s, ready=s.v_ready, free=s.v_free)
+        def load_k(n):
+            slot, column = load(n, s.k_g, s.k_s, s.k_ready, s.k_free)
+            s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
+            plgpu.barrier_arrive(s.k_ready.at[slot])
+
+        def load_v(n):
+            load(n, s.v_g, s.v_s, s.v_ready, s.v_free)
 
         def step(n, _):
             pl.when(n < total)(lambda: load_k(n))
@@ -194,12 +218,12 @@ class _Scratch:
     k_s: jax.Ref
     v_s: jax.Ref
     lse_s: jax.Ref
+    column_s: jax.Ref
     q_ready: jax.Ref
     k_ready: jax.Ref
     v_ready: jax.Ref
     k_free: jax.Ref
     v_free: jax.Ref
-    turn: jax.Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,24 +235,23 @@ class _Consumer:
     head: Head
     warpgroup: jax.Array
     row0: jax.Array
-    rows: tuple
-    column: functools.partial
-    partial: jax.Array
-    total: jax.Array
+    walk: Walk
 
     @property
     def tiles(self) -> ForwardTiles:
         """The schedule."""
         return self.kernel.tiles
 
-    def run(self):
+    def run(self, mask_refs):
         """Loads q, runs the column tiles, writes out and lse."""
         s, t, dim = self.s, self.tiles, self.kernel.dim
         rows = pl.ds(self.row0, t.rows)
         q_s = s.q_s.at[self.warpgroup]
         plgpu.copy_gmem_to_smem(s.q_g.at[self.head.batch, rows, self.head.q], q_s, s.q_ready.at[self.warpgroup])
+        mask_rows = self.kernel.policy.load_rows(mask_refs, self.head, self.row0, t.rows)
         plgpu.barrier_wait(s.q_ready.at[self.warpgroup])
-        acc, top, weight = pl.run_scoped(self._all_steps, plgpu.ACC((t.rows, dim), jnp.float32))
+        steps = functools.partial(self._all_steps, mask_rows)
+        acc, top, weight = pl.run_scoped(steps, plgpu.ACC((t.rows, dim), jnp.float32))
         some = weight > 0
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
@@ -244,26 +267,25 @@ class _Consumer:
             s.out_g[self.head.batch, rows, self.head.q] = out
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _all_steps(self, acc_ref):
-        t = self.tiles
+    def _all_steps(self, mask_rows, acc_ref):
+        t, total = self.tiles, self.walk.total
         row = functools.partial(jnp.full, (t.rows,))
         top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
         weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
         p = plgpu.layout_cast(jnp.zeros((t.rows, t.columns), self.kernel.dtype), TILE)
         pl.when(self.warpgroup == t.consumers - 1)(self._pass_turn)
-        carry = lax.cond(self.total > 0, lambda c: self._first(c), lambda c: c, (top, weight, p))
-        carry = lax.fori_loop(1, self.partial, functools.partial(self._step, acc_ref, masked=True), carry)
-        first_full = jnp.maximum(1, self.partial)
-        top, weight, p = lax.fori_loop(
-            first_full, self.total, functools.partial(self._step, acc_ref, masked=False), carry
-        )
+        first = functools.partial(self._first, mask_rows)
+        carry = lax.cond(total > 0, first, lambda carry: carry, (top, weight, p))
+        masked, unmasked = (functools.partial(self._step, acc_ref, rows) for rows in (mask_rows, None))
+        carry = lax.fori_loop(1, self.walk.partial, masked, carry)
+        top, weight, p = lax.fori_loop(jnp.maximum(1, self.walk.partial), total, unmasked, carry)
         pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
 
-        @pl.when(self.total > 0)
+        @pl.when(total > 0)
         def _():
-            self._product(acc_ref, p, self.total - 1)
+            self._product(acc_ref, p, total - 1)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.s.v_free.at[self._slot(self.total - 1)])
+            plgpu.barrier_arrive(self.s.v_free.at[self._slot(total - 1)])
 
         return acc_ref[...], top, weight
 
@@ -272,12 +294,11 @@ class _Consumer:
 
     def _take_turn(self):
         if self.tiles.turns:
-            plgpu.barrier_wait(self.s.turn.at[self.warpgroup])
+            _named_barrier("bar.sync", 0)
 
     def _pass_turn(self):
         if self.tiles.turns:
-            following = lax.rem(self.warpgroup + 1, jnp.int32(self.tiles.consumers))
-            plgpu.barrier_arrive(self.s.turn.at[following])
+            _named_barrier("bar.arrive", 1)
 
     def _logits(self, s_ref, n):
         plgpu.wgmma(s_ref, self.s.q_s.at[self.warpgroup], self.s.k_s.at[self._slot(n)].transpose((1, 0)))
@@ -286,7 +307,7 @@ class _Consumer:
         plgpu.barrier_wait(self.s.v_ready.at[self._slot(n)])
         plgpu.wgmma(acc_ref, p, self.s.v_s.at[self._slot(n)])
 
-    def _first(self, carry):
+    def _first(self, mask_rows, carry):
         """Step 0: logits and softmax only."""
         plgpu.barrier_wait(self.s.k_ready.at[self._slot(jnp.int32(0))])
 
@@ -295,11 +316,10 @@ class _Consumer:
             return s_ref[...]
 
         logits = pl.run_scoped(issue, plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32))
-        plgpu.barrier_arrive(self.s.k_free.at[self._slot(jnp.int32(0))])
-        top, weight, p, _ = self._softmax(logits, 0, *carry[:2], masked=True)
+        top, weight, p, _ = self._softmax(logits, jnp.int32(0), *carry[:2], mask_rows)
         return top, weight, p.astype(self.kernel.dtype)
 
-    def _step(self, acc_ref, n, carry, *, masked: bool):
+    def _step(self, acc_ref, mask_rows, n, carry):
         """Logits of step n and, under its softmax, the product of step n - 1."""
         s, (top, weight, p) = self.s, carry
         plgpu.barrier_wait(s.k_ready.at[self._slot(n)])
@@ -312,19 +332,23 @@ class _Consumer:
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
         logits = pl.run_scoped(issue, plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32))
-        plgpu.barrier_arrive(s.k_free.at[self._slot(n)])
-        top, weight, p, alpha = self._softmax(logits, n, top, weight, masked=masked)
+        top, weight, p, alpha = self._softmax(logits, n, top, weight, mask_rows)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.v_free.at[self._slot(n - 1)])
         acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
         return top, weight, p.astype(self.kernel.dtype)
 
-    def _softmax(self, logits, n, top, weight, *, masked: bool):
-        """(new top in logit units, new weight, p float32, factor of the old accumulator)."""
-        policy, base = self.kernel.policy, self.kernel.scale * LOG2E
+    def _softmax(self, logits, n, top, weight, mask_rows):
+        """(new top in logit units, new weight, p float32, factor of the old accumulator); frees the keys' slot.
+
+        mask_rows: what the element test needs of the rows, or None where the tile is full.
+        """
+        base, masked = self.kernel.scale * LOG2E, mask_rows is not None
         if masked:
-            place = Place(self.row0, self.column(n) * self.tiles.columns, self.tiles.rows, self.tiles.columns)
-            logits = jnp.where(policy.seen(self.rows, self.head, place), logits, -jnp.inf)
+            column0 = self.s.column_s[self._slot(n)] * self.tiles.columns
+            place = Place(self.row0, column0, self.tiles.rows, self.tiles.columns)
+            logits = jnp.where(self.kernel.policy.seen(mask_rows, self.head, place), logits, -jnp.inf)
+        plgpu.barrier_arrive(self.s.k_free.at[self._slot(n)])
         new_top = jnp.maximum(top, logits.max(axis=1))
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
         reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top

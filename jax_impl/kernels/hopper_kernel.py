@@ -100,13 +100,26 @@ def _positive_scale(q, scale: float):
     return q * jnp.asarray(sign, q.dtype), (-scale if scale else 1.0), sign
 
 
+def _whole(*arrays):
+    """The arrays with their sequences padded to a multiple of eight, the rows of a tile that TMA moves."""
+
+    def pad(x):
+        extra = round_up(x.shape[1], 8) - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else x
+
+    return tuple(pad(x) for x in arrays)
+
+
 def forward(q, k, v, operands: HopperOperands, scale: float, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
     if not q.size or not k.size:
         lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
-    q, scale, _ = _positive_scale(q, scale)
-    return forward_pass(q, k, v, operands.forward, scale, operands.tiles.forward, out_dtype=out_dtype)
+    rows = q.shape[1]
+    positive, scale, _ = _positive_scale(q, scale)
+    q, k, v = _whole(positive, k, v)
+    out, lse = forward_pass(q, k, v, operands.forward, scale, operands.tiles.forward, out_dtype=out_dtype)
+    return out[:, :rows], lse[:, :, :rows]
 
 
 def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *, grad_dtype=None, delta=None):
@@ -117,16 +130,18 @@ def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *,
     if delta is None:
         delta = jnp.einsum("bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32)
     tiles, deterministic = operands.tiles, operands.query_major is not None
-    pad = round_up(q.shape[1], 128) - q.shape[1]
-    padding = ((0, 0), (0, 0), (0, pad))
+    rows, keys = q.shape[1], k.shape[1]
+    padding = ((0, 0), (0, 0), (0, round_up(rows, 128) - rows))
     base2 = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), padding, constant_values=jnp.inf)
     delta = jnp.pad(delta.astype(jnp.float32), padding)
     q, scale, sign = _positive_scale(q, scale)
-    shared = (q, k, v, dout.astype(q.dtype), base2, delta)
+    shared = (*_whole(q, k, v, dout.astype(q.dtype)), base2, delta)
     dq, dk, dv = key_major(
         *shared, operands.key_major, scale, tiles.key_major, grad_dtype=grad_dtype, with_dq=not deterministic
     )
     if deterministic:
         dq = query_major(*shared, operands.query_major, scale, tiles.query_major, grad_dtype=grad_dtype)
-        return (dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)), dk, dv
-    return (dq * (scale * sign)).astype(grad_dtype), dk, dv
+        dq = dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)
+    else:
+        dq = (dq * (scale * sign)).astype(grad_dtype)
+    return dq[:, :rows], dk[:, :keys], dv[:, :keys]

@@ -1,13 +1,12 @@
 """Mask policies of the Hopper kernels: which column tiles a row tile visits, and what is seen inside one.
 
 A pass walks row tiles; each visits column tiles. In the forward and the dq pass rows are queries and columns are keys;
-in the key-major pass rows are keys and columns are queries. A policy answers, inside the kernel, five questions:
+in the key-major pass rows are keys and columns are queries. A policy answers, inside the kernel, four questions:
 
-    row_tile(refs, head, place)       which row tile the grid's place works on (heaviest first)
-    steps(refs, head, tile)           (partial, total) column tiles that it visits; the partial ones come first
-    column(refs, head, tile, n)       index of the n-th of them
-    load_rows(refs, head, row0)       what the element test needs of a tile's rows, loaded once per tile
-    seen(state, head, place)          the element test of a partial tile, bool [rows, columns]
+    row_tile(refs, head, place)         which row tile the grid's place works on (heaviest first)
+    walk(refs, head, tile)              the column tiles that it visits, partial ones first
+    load_rows(refs, head, row0, rows)   what the element test needs of a tile's rows
+    seen(state, head, place)            the element test of a partial tile, bool [rows, columns]
 
 `refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree,
 so its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy
@@ -15,6 +14,7 @@ changes logits (see flex.py).
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,20 @@ class Place:
         return lax.broadcast_in_dim(x, (self.rows, self.columns), [1])
 
 
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The column tiles of one row tile.
+
+    Attributes:
+      partial, total: int32 counts; steps 0 .. partial - 1 are partial tiles, the rest full ones.
+      column: step -> index of its column tile.
+    """
+
+    partial: jax.Array
+    total: jax.Array
+    column: Callable[[jax.Array], jax.Array]
+
+
 class Policy:
     """What a kernel asks of a mask; see the module's text. Subclasses are frozen pytree dataclasses."""
 
@@ -78,12 +92,8 @@ class Policy:
         del refs, head
         return place
 
-    def steps(self, refs, head, tile):
-        """(partial, total) column tiles of this row tile, int32 scalars."""
-        raise NotImplementedError
-
-    def column(self, refs, head, tile, n):
-        """Index of the n-th column tile of this row tile, partial ones first."""
+    def walk(self, refs, head, tile) -> Walk:
+        """The column tiles that this row tile visits."""
         raise NotImplementedError
 
     def load_rows(self, refs, head, row0, rows: int):
@@ -158,15 +168,15 @@ class Band(Policy):
         n = -(-self.n_rows // self.row_tokens)
         return n - 1 - place if self.low is None else place
 
-    def steps(self, refs, head, tile):
-        first, full_first, full_last, last = self._range(tile)
-        return (last - first) - (full_last - full_first), last - first
-
-    def column(self, refs, head, tile, n):
+    def walk(self, refs, head, tile):
         first, full_first, full_last, last = self._range(tile)
         before, partial = full_first - first, (last - first) - (full_last - full_first)
-        after = jnp.where(n < partial, full_last + n - before, full_first + n - partial)
-        return jnp.where(n < before, first + n, after)
+
+        def column(n):
+            after = jnp.where(n < partial, full_last + n - before, full_first + n - partial)
+            return jnp.where(n < before, first + n, after)
+
+        return Walk(partial, last - first, column)
 
     def load_rows(self, refs, head, row0, rows):
         return ()
@@ -210,18 +220,20 @@ class Intervals(Policy):
         chosen = refs[4][place]
         return jnp.where(chosen == 0, place, chosen - 1)
 
-    def steps(self, refs, head, tile):
-        partial, full = (_run_total(refs[i], tile) for i in (2, 3))
-        return partial, partial + full
+    def walk(self, refs, head, tile):
+        partial, full = (
+            [(ref[0, tile, r], ref[1, tile, r]) for r in range(ref.shape[2])] for ref in (refs[2], refs[3])
+        )
 
-    def column(self, refs, head, tile, n):
-        left, out = n, None
-        for ref in refs[2:4]:
-            for r in range(ref.shape[2]):
-                begin = ref[0, tile, r]
-                out = begin + left if out is None else jnp.where(left >= 0, begin + left, out)
-                left = left - (ref[1, tile, r] - begin)
-        return out
+        def column(n):
+            (begin, end), *others = partial + full
+            out, n = begin + n, n - (end - begin)
+            for begin, end in others:
+                out, n = jnp.where(n >= 0, begin + n, out), n - (end - begin)
+            return out
+
+        steps = sum(end - begin for begin, end in partial)
+        return Walk(steps, steps + sum(end - begin for begin, end in full), column)
 
     def load_rows(self, refs, head, row0, rows):
         def load(ref, r):
@@ -231,13 +243,6 @@ class Intervals(Policy):
 
     def seen(self, state, head, place):
         return _in_intervals(state, place)
-
-
-def _run_total(ref, tile):
-    total = jnp.int32(0)
-    for r in range(ref.shape[2]):
-        total = total + (ref[1, tile, r] - ref[0, tile, r])
-    return total
 
 
 def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None) -> Intervals:

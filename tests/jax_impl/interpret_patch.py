@@ -201,7 +201,8 @@ def interpreted(detect_races: bool = False):
     install()
     hardware = mock.patch.object(hopper_kernel, "missing_hardware", lambda: None)
     try:
-        with hardware, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        parameters = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+        with hardware, plgpu.force_gpu_interpret_mode(parameters):
             yield
     finally:
         callbacks.reset_gpu_interpret_mode_state()
