@@ -24,6 +24,7 @@ class Case:
       ranks_per_node: of the topology.
       kernel: the local kernel, "" for the stack's default.
       travel: dtype of gradient sums in flight.
+      head_groups: heads that travel while others compute, of the PyTorch stack's ulysses and all_gather; 1 for none.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -38,6 +39,7 @@ class Case:
     ranks_per_node: int = 8
     kernel: str = ""
     travel: str = "float32"
+    head_groups: int = 1
 
     def __post_init__(self):
         for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", KINDS)):
@@ -50,9 +52,10 @@ class Case:
     def key(self) -> str:
         """All fields in one word."""
         grid = "".join(f"/{n}{getattr(self, n)}" for n in ("ulysses", "window") if getattr(self, n))
-        kernel = f"/{self.kernel}" if self.kernel else ""
-        travel = "" if self.travel == "float32" else f"/travel-{self.travel}"
-        return f"{self.stack}/{self.scheme}{grid}/w{self.world}/{self.sharding}{kernel}{travel}/{self.spec.label}"
+        extra = f"/{self.kernel}" if self.kernel else ""
+        extra += "" if self.travel == "float32" else f"/travel-{self.travel}"
+        extra += f"/groups{self.head_groups}" if self.head_groups > 1 else ""
+        return f"{self.stack}/{self.scheme}{grid}/w{self.world}/{self.sharding}{extra}/{self.spec.label}"
 
     @property
     def topology(self) -> Topology:

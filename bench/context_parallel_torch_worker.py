@@ -123,7 +123,7 @@ def _problem(spec) -> AttentionProblem:
 
 def _plan(case: Case, mesh, schedule):
     kernel = case.kernel or default_kernel(schedule.problem.mask, mesh.device.type)
-    return context_parallel.plan_of(schedule, mesh, kernel)
+    return context_parallel.plan_of(schedule, mesh, kernel, case.head_groups)
 
 
 # ---- the check -----------------------------------------------------------------------------------

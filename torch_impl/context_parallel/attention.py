@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
@@ -91,8 +92,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, q, k, v):
         (out, lse), saved = forward(plan, q, k, v)
-        ctx.plan, ctx.exchanged = plan, plan.local.signature.topology.ulysses > 1
-        ctx.save_for_backward(*(saved[:4] if ctx.exchanged else (*saved[:3], out)), saved[4])
+        ctx.plan = plan
+        ctx.save_for_backward(*saved)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
@@ -106,6 +107,8 @@ class _Attend(torch.autograd.Function):
 def forward(plan: Plan, q, k, v):
     """((out, lse or None) in token order, what `backward` needs: the exchanged q, k, v, out and their lse)."""
     local, data = plan.local, plan.data
+    if local.groups > 1:
+        return head_groups.forward(plan, q, k, v)
     coming = [to_heads(local, x.contiguous(), name, data) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     q, k, v = (wait() for wait in coming)
     out, lse = _scheme(local).forward(local, q, k, v, data)
@@ -119,6 +122,8 @@ def forward(plan: Plan, q, k, v):
 
 def backward(plan: Plan, saved, dout):
     """dq, dk, dv in token order and the problem's dtype, from what `forward` saved."""
+    if plan.local.groups > 1:
+        return head_groups.backward(plan, saved, dout)
     local, data, dtype = plan.local, plan.data, saved[0].dtype
     dout = to_heads(local, dout.contiguous(), "dout", data)()
     dq, *sums = _scheme(local).backward(local, saved, dout, data)

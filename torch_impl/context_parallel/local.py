@@ -31,11 +31,15 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A rank's kernel and communicators with everything static: partial results in, float32 parts out."""
+    """A rank's kernel and communicators with everything static: partial results in, float32 parts out.
+
+    groups: head groups that travel and compute in turn (head_groups.py); 1 for all heads at once.
+    """
 
     kernel: str
     signature: Signature
     mesh: Mesh
+    groups: int = 1
 
     def forward(self, q, k, v, operands, out_dtype=torch.float32):
         """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""

@@ -27,7 +27,7 @@ class Plan:
 def make_plan(
     problem: AttentionProblem, *, scheme: str, mesh: Mesh, sharding: str | tuple[Sharding, Sharding] = "contiguous",
     window: int | None = None, granule: int = 1, kernel: str | None = None, skip: bool = True,
-    travel: str = "float32", with_lse: bool = False,
+    travel: str = "float32", with_lse: bool = False, head_groups: int = 1,
 ) -> Plan:
     """The plan of a scheme on a mesh; every rank makes its own, from equal arguments.
 
@@ -40,6 +40,7 @@ def make_plan(
       granule: see `make_sharding`.
       kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), triton_vsa (dynamic).
       skip, travel, with_lse: see `make_schedule`.
+      head_groups: of ulysses and all_gather: some heads travel while others compute.
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
@@ -49,33 +50,52 @@ def make_plan(
     if isinstance(sharding, str):
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
     schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
-    return plan_of(schedule, mesh, kernel or default_kernel(problem.mask, mesh.device.type))
+    return plan_of(schedule, mesh, kernel or default_kernel(problem.mask, mesh.device.type), head_groups)
 
 
-def plan_of(schedule: Schedule, mesh: Mesh, kernel: str) -> Plan:
+def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -> Plan:
     """The plan of the mesh's rank that executes a schedule with a local kernel."""
     signature, rank = schedule.signature, mesh.rank
+    _check_groups(schedule, head_groups)
     ring_index = schedule.topology.place(rank)[0]
 
     def tensor(x: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(x.astype(np.int64), device=mesh.device)
 
     data = Data(
-        masks=tuple(step_operands(schedule, t, rank, kernel, mesh.device) for t in range(len(signature.steps))),
+        masks=tuple(
+            step_operands(schedule, t, rank, kernel, mesh.device, head_groups) for t in range(len(signature.steps))
+        ),
         q_positions=tensor(schedule.q_sharding.table[rank]),
         kv_positions=tensor(schedule.kv_sharding.table[rank]),
         q_order=tensor(schedule.q_order(ring_index)) if signature.sorts_q else None,
         kv_order=tensor(schedule.kv_order(ring_index)) if signature.sorts_kv else None,
         gathered_order=tensor(schedule.gathered_order()) if signature.sorts_gathered else None,
     )
-    return Plan(Local(kernel, signature, mesh), data)
+    return Plan(Local(kernel, signature, mesh, head_groups), data)
 
 
-def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device):
+def _check_groups(schedule: Schedule, groups: int) -> None:
+    signature = schedule.signature
+    reasons = (
+        (groups >= 1, "must be 1 at least"),
+        (groups == 1 or signature.gathers, "a ring walk hides its hops behind its steps already"),
+        (groups == 1 or schedule.problem.mask.heads == 1, "the mask differs by head"),
+        (signature.heads.kv_local % max(1, groups) == 0, f"a rank has {signature.heads.kv_local} kv heads"),
+    )
+    for good, why in reasons:
+        if not good:
+            raise Unsupported(signature.scheme, f"head_groups {groups}: {why}")
+
+
+def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device, head_groups: int = 1):
     """The kernel's operands of a rank at a step, or None where none of its rows sees a key of the step."""
     if schedule.mask_class(step, schedule.topology.place(rank)[0]) == EMPTY:
         return None
     problem, chosen = schedule.local_problem(step, rank), kernels.get(kernel)
+    if head_groups > 1:
+        heads = {name: getattr(problem, name) // head_groups for name in ("q_heads", "kv_heads")}
+        problem = dataclasses.replace(problem, **heads)
     chosen.require(problem)
     return chosen.prepare(problem, device)
 

@@ -31,16 +31,8 @@ def to_heads(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callable
 
     Returns: a function that waits and returns the exchanged tensor, so that several can be in flight.
     """
-    signature = local.signature
-    degree, layout, keys = signature.topology.ulysses, signature.heads, tensor in ("k", "v")
-    if degree == 1:
-        return lambda: x
-    same = layout.kv_identity if keys else layout.q_identity
-    slots = layout.kv_slots if keys else layout.q_slots
-    sent = (x if same else _take_heads(x, slots)).unflatten(2, (degree, -1))
-    coming = local.mesh.ulysses.all_to_all(sent.permute(2, 0, 1, 3, 4).contiguous(), f"heads for tokens of {tensor}")
-    order = data.kv_order if keys else data.q_order
-    return lambda: take_tokens(coming.wait().transpose(0, 1).flatten(1, 2), order)
+    slots = in_slots(local, x, tensor)
+    return exchange_tokens(local, slots.unflatten(2, (local.signature.topology.ulysses, -1)), tensor, data)
 
 
 def to_tokens(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callable[[], torch.Tensor]:
@@ -48,23 +40,47 @@ def to_tokens(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callabl
 
     dk, dv travel in `signature.sums_dtype` and are summed in float32.
     """
-    signature = local.signature
-    degree, layout, keys = signature.topology.ulysses, signature.heads, tensor in ("dk", "dv")
+    finish = exchange_heads(local, x, tensor, data)
+    return lambda: from_slots(local, finish().flatten(2, 3), tensor)
+
+
+def in_slots(local: Local, x: torch.Tensor, tensor: str) -> torch.Tensor:
+    """[.., heads, d] to [.., slots, d]: heads as they travel, padding zero, a kv head once for each of its slots."""
+    layout = local.signature.heads
+    slots, same = (
+        (layout.kv_slots, layout.kv_identity) if tensor in ("k", "v") else (layout.q_slots, layout.q_identity)
+    )
+    return x if same else _take_heads(x, slots)
+
+
+def from_slots(local: Local, x: torch.Tensor, tensor: str) -> torch.Tensor:
+    """The inverse for out, dq (and lse), and for dk, dv the sum, in float32, over a kv head's slots."""
+    layout = local.signature.heads
+    if tensor in ("dk", "dv"):
+        return x if layout.kv_identity else _sum_heads(x.float(), layout.kv_places)
+    return x if layout.q_identity else x[:, :, list(layout.q_places)]
+
+
+def exchange_tokens(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callable[[], torch.Tensor]:
+    """Starts [batch, length, degree, slots, d] of a rank's tokens to [batch, degree * length, slots, d], ascending."""
+    if local.signature.topology.ulysses == 1:
+        return lambda: x[:, :, 0]
+    coming = local.mesh.ulysses.all_to_all(x.permute(2, 0, 1, 3, 4).contiguous(), f"heads for tokens of {tensor}")
+    order = data.kv_order if tensor in ("k", "v") else data.q_order
+    return lambda: take_tokens(coming.wait().transpose(0, 1).flatten(1, 2), order)
+
+
+def exchange_heads(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callable[[], torch.Tensor]:
+    """Starts the way back: [batch, degree * length, slots, d] to [batch, length, degree, slots, d]."""
+    degree, keys = local.signature.topology.ulysses, tensor in ("dk", "dv")
     if degree == 1:
-        return lambda: x
-    order = data.kv_order if keys else data.q_order
+        return lambda: x[:, :, None]
     if keys:
-        x = x.to(getattr(torch, signature.sums_dtype))
-    sent = put_tokens(x, order, x.shape[1]).unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
+        x = x.to(getattr(torch, local.signature.sums_dtype))
+    x = put_tokens(x, data.kv_order if keys else data.q_order, x.shape[1])
+    sent = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     coming = local.mesh.ulysses.all_to_all(sent, f"tokens for heads of {tensor}")
-
-    def finish():
-        got = coming.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
-        if keys:
-            return got if layout.kv_identity else _sum_heads(got.float(), layout.kv_places)
-        return got if layout.q_identity else got[:, :, list(layout.q_places)]
-
-    return finish
+    return lambda: coming.wait().permute(1, 2, 0, 3, 4)
 
 
 def _take_heads(x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
