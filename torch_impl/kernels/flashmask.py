@@ -155,19 +155,19 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
     delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
     lse = lse.contiguous()
-    _query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
+    query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
     if operands.key_splits == 1:
-        _key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+        key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
         return dq, dk, dv
     shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
     parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
-    _key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
+    key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
     for total, part in zip((dk, dv), parts, strict=True):
         total.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
     return dq, dk, dv
 
 
-def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
+def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
     """Writes dq, query tile by query tile."""
     from torch_impl.kernels.flashmask_triton import query_gradient_kernel
 
@@ -182,7 +182,7 @@ def _query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
         PRECISION=support.precision(q), **launch.options())
 
 
-def _key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
+def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
     """Writes dk and dv, key tile by key tile; they have the heads of k, or several shares of each."""
     from torch_impl.kernels.flashmask_triton import key_gradient_kernel
 

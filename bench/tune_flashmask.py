@@ -1,0 +1,139 @@
+"""Sweeps the launch shapes of torch's flashmask, part by part: what `launches_for` in its file was chosen from.
+
+    python -m bench.tune_flashmask --masks=causal,causal_document --seqlen=8K --out=out/tuning.jsonl
+
+Each candidate is a tile (rows owned, columns visited), warps, stages and a limit on registers (0 is none). A candidate
+that does not compile or launch is a row with its reason; one whose result differs from the default's is a row too.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from bench.timing import Protocol, measure
+from workload.problem import AttentionProblem
+from workload.suite import mask_suite
+
+MASKS = flags.DEFINE_list("masks", ["full", "causal", "causal_document", "global_sliding_window"], "Masks to run.")
+SEQLEN = flags.DEFINE_integer("seqlen", 8192, "Tokens.", lower_bound=1)
+Q_HEADS = flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
+KV_HEADS = flags.DEFINE_integer("kv_heads", 8, "Key and value heads.", lower_bound=1)
+HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
+DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of q, k, v.")
+PARTS = flags.DEFINE_list("parts", ["forward", "key", "query"], "Parts: forward, key (dk and dv), query (dq).")
+TILES = flags.DEFINE_list("tiles", ["64x32", "64x64", "128x64", "128x128"], "Tiles, rows x columns.")
+WARPS = flags.DEFINE_list("warps", ["4", "8"], "Warps.")
+STAGES = flags.DEFINE_list("stages", ["2", "3"], "Stages of the software pipeline.")
+REGISTERS = flags.DEFINE_list("registers", ["0"], "Limits on the registers of a thread; 0 is none.")
+OUT = flags.DEFINE_string("out", "out/flashmask_tuning.jsonl", "Rows, one JSON object a line.")
+PRODUCTS = {"forward": 2, "key": 4, "query": 3}  # matrix products of a part; each costs 2 * area * heads * head_dim
+TOLERANCE = 2e-2  # relative difference from the default launch's result; other tiles only round elsewhere
+
+
+def candidates():
+    """Every launch of the flags' product."""
+    from torch_impl.kernels.walks import Launch
+
+    for tile, warps, stages, limit in itertools.product(TILES.value, WARPS.value, STAGES.value, REGISTERS.value):
+        rows, cols = (int(n) for n in tile.split("x"))
+        yield Launch(rows, cols, int(warps), int(stages), int(limit) or None)
+
+
+def part_of(name, problem, device, tensors, launches):
+    """call() -> results of one part of flashmask under some launches."""
+    import torch
+
+    from torch_impl.kernels import flashmask
+
+    q, k, v, dout, lse, delta = tensors
+    operands = flashmask.prepare(problem, device, launches=launches)
+    if name == "forward":
+        return lambda: flashmask.forward(q, k, v, operands, problem.scale)[:1]
+    if name == "query":
+        dq = torch.empty_like(q)
+        work = functools.partial(flashmask.query_gradient, q, k, v, dout, dq, lse, delta, operands.query, problem.scale)
+        return lambda: (work(), dq)[1:]
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    work = functools.partial(flashmask.key_gradient, q, k, v, dout, dk, dv, lse, delta, operands.key, problem.scale)
+    return lambda: (work(), dk, dv)[1:]
+
+
+def difference(got, want) -> float:
+    """Largest relative L2 difference of pairs; NaN where a result holds one."""
+    pairs = zip(got, want, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def sweep(mask: str):
+    """Yields a row for every part and candidate under a mask."""
+    from triton import TritonError
+
+    from bench.torch_stack import Stack
+    from torch_impl.kernels import flashmask
+    from torch_impl.kernels import triton_support as support
+
+    stack = Stack()
+    problem = AttentionProblem(mask_suite(mask, SEQLEN.value), 1, Q_HEADS.value, KV_HEADS.value, HEAD_DIM.value,
+                               DTYPE.value)
+    q, k, v, dout = stack.random(problem)
+    default = flashmask.launches_for(problem.head_dim, q.dtype, support.arch(q.device))
+    operands = flashmask.prepare(problem, q.device, launches=default)
+    out, lse = flashmask.forward(q, k, v, operands, problem.scale)
+    tensors = q, k, v, dout, lse, support.row_delta(out, dout)
+    for part in PARTS.value:
+        want = [x.clone() for x in part_of(part, problem, q.device, tensors, default)()]
+        for launch in candidates():
+            row = {"mask": mask, "part": part, "seq_len": SEQLEN.value, "head_dim": problem.head_dim,
+                   "rows": launch.rows, "cols": launch.cols, "warps": launch.warps, "stages": launch.stages,
+                   "registers": launch.registers}
+            try:
+                call = part_of(part, problem, q.device, tensors, replaced(default, part, launch))
+                apart = difference(call(), want)
+                if not apart <= TOLERANCE:
+                    yield row | {"status": "mismatch", "reason": f"differs from the default by {apart:.3g}"}
+                    continue
+                seconds = measure(stack.sampler(lambda n, call=call: call(), True, 0.0), Protocol(samples=7)).median
+            except (TritonError, RuntimeError, ValueError) as error:  # a launch that cannot be is a row, not the end
+                yield row | {"status": "error", "reason": f"{type(error).__name__}: {str(error)[:200]}"}
+                continue
+            flops = 2 * PRODUCTS[part] * problem.cells * problem.head_dim
+            yield row | {"status": "ok", "seconds": seconds, "tflops": flops / seconds / 1e12}
+
+
+def replaced(launches, part: str, launch):
+    """The launches with one part's replaced, and no sharing of a kv head, so that a tile is compared with a tile."""
+    return dataclasses.replace(launches, **{part: launch}, key_splits=1)
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("flashmask is tuned on a CUDA GPU, and there is none")
+    path = Path(OUT.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with path.open("a") as file:
+        for row in itertools.chain.from_iterable(map(sweep, MASKS.value)):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            rows.append(row)
+    table = Table("mask", "part", "tile", "warps", "stages", "registers", "ms", "TFLOP/s")
+    good = sorted((r for r in rows if r["status"] == "ok"), key=lambda r: (r["mask"], r["part"], r["seconds"]))
+    for _, group in itertools.groupby(good, key=lambda r: (r["mask"], r["part"])):
+        for r in itertools.islice(group, 3):
+            table.add_row(r["mask"], r["part"], f"{r['rows']}x{r['cols']}", *(str(r[n]) for n in (
+                "warps", "stages", "registers")), f"{1e3 * r['seconds']:.3f}", f"{r['tflops']:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app.run(main)
