@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_forward import LOG2E, round_up, shared_tile
-from jax_impl.kernels.hopper_masks import COLUMN, Head, Place, Policy
+from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
 ROWS = 64
@@ -151,24 +151,25 @@ class _Walk:
         """The g-th query head of the group."""
         return Head(self.first.batch, self.first.q + g, self.first.kv)
 
-    def each(self, visit_partial, visit_full):
-        """Calls visit(step, index of the query tile as a function, head) for every pair; returns the number of steps.
+    def each(self, visit, carry):
+        """Folds visit(step, index of the query tile as a function, head, masked, carry) -> carry over all pairs.
 
-        step counts over all heads.
+        step counts over all heads. Returns (the number of steps, carry).
         """
 
-        def one_head(g, base):
+        def one_head(g, state):
+            base, carry = state
             head = self.head(g)
             walk = self.kernel.policy.walk(self.refs, head, self.tile)
 
-            def visit(with_, n, _):
-                with_(base + n, lambda: walk.column(n), head)
+            def step(masked, n, carry):
+                return visit(base + n, lambda: walk.column(n), head, masked, carry)
 
-            lax.fori_loop(0, walk.partial, functools.partial(visit, visit_partial), None)
-            lax.fori_loop(walk.partial, walk.total, functools.partial(visit, visit_full), None)
-            return base + walk.total
+            carry = lax.fori_loop(0, walk.partial, functools.partial(step, True), carry)
+            carry = lax.fori_loop(walk.partial, walk.total, functools.partial(step, False), carry)
+            return base + walk.total, carry
 
-        return lax.fori_loop(0, self.kernel.group, one_head, jnp.int32(0))
+        return lax.fori_loop(0, self.kernel.group, one_head, (jnp.int32(0), carry))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
     plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, walk.first.kv], s.v_s, s.kv_ready)
 
-    def load(step, column, head):
+    def load(step, column, head, *_):
         slot, column = lax.rem(step, stages), column()
         queries = pl.ds(column * kernel.tiles.columns, kernel.tiles.columns)
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
@@ -221,7 +222,7 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
         plgpu.copy_gmem_to_smem(s.delta_g.at[batch, head.q, queries], s.delta_s.at[slot], s.do_ready.at[slot])
 
-    total = walk.each(load, load)
+    total, _ = walk.each(load, None)
 
     def drain(step, _):  # nothing may be pending when the block ends
         plgpu.barrier_wait(s.q_free.at[lax.rem(step, stages)])
@@ -247,7 +248,6 @@ class _Consumer:
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
         if kernel.with_dq:  # the other warpgroup's last dq reads these keys too
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
         grads = ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g))
@@ -266,36 +266,57 @@ class _Consumer:
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     def _all_steps(self, dk_ref, dv_ref):
-        step = functools.partial(self._step, dk_ref, dv_ref)
-        self.walk.each(functools.partial(step, True), functools.partial(step, False))
+        if not self.kernel.with_dq:
+            self.walk.each(functools.partial(self._step, dk_ref, dv_ref), None)
+            return dk_ref[...], dv_ref[...]
+        # dq of a step is computed in the next one, so that no warpgroup waits for the other's dS of the same step.
+        # Step -1 has dS = 0 and adds nothing, to the first query tile of the first head.
+        s, columns = self.s, self.kernel.tiles.columns
+        s.ds_s[1, self._rows] = plgpu.layout_cast(jnp.zeros((ROWS, columns), self.kernel.dtype), TILE)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s.ds_ready)
+        before = (jnp.int32(0), self.walk.first.q)
+        steps, before = self.walk.each(functools.partial(self._step, dk_ref, dv_ref), before)
+        plgpu.barrier_wait(s.ds_ready)
+
+        def last(dq_ref):
+            self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
+            self._add_dq(dq_ref[...], before)
+
+        pl.run_scoped(last, plgpu.ACC(self.kernel.dq_part, jnp.float32))
         return dk_ref[...], dv_ref[...]
 
-    def _query0(self, slot):
-        return self.s.column_s[slot] * self.kernel.tiles.columns
-
-    def _step(self, dk_ref, dv_ref, masked: bool, step, _, head):
+    def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
         p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, head), tile, tile)
         p, ds = p.astype(kernel.dtype), ds.astype(kernel.dtype)
-        plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
         if kernel.with_dq:
-            half = lax.rem(step, jnp.int32(2))  # double buffered, so that one rendezvous a step suffices
+            here = (s.column_s[slot], head.q)
+            half = lax.rem(step, jnp.int32(2))
+            plgpu.barrier_wait(s.ds_ready)  # the other's dS of the step before is there, the one before that is read
             s.ds_s[half, self._rows] = ds
             plgpu.commit_smem()
-            plgpu.barrier_arrive(s.ds_ready)
-            plgpu.barrier_wait(s.ds_ready)
-            pl.run_scoped(
-                functools.partial(self._query_gradient, dk_ref, ds, slot, half, head),
-                plgpu.ACC(kernel.dq_part, jnp.float32),
-            )
-        else:
+
+        def products(*dq_ref):
+            plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+            if kernel.with_dq:
+                self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(s.q_free.at[slot])
+            if kernel.with_dq:
+                plgpu.barrier_arrive(s.ds_ready)
+                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s.q_free.at[slot])
+
+        if not kernel.with_dq:
+            products()
+            return before
+        pl.run_scoped(products, plgpu.ACC(kernel.dq_part, jnp.float32))
+        return here
 
     def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
         """Probabilities and gradients of the logits, float32 [keys, queries]."""
@@ -307,7 +328,7 @@ class _Consumer:
         key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
         place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or policy.changes_scores:
-            place = dataclasses.replace(place, column0=self._query0(slot))
+            place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns)
         rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
         lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
         logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -317,23 +338,27 @@ class _Consumer:
         delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
         return p, p * (dp_ref[...] - place.by_column(delta))
 
-    def _query_gradient(self, dk_ref, ds, slot, half, head, dq_ref):
-        """This warpgroup's half of the tile's dq, added to device memory while dk is computed."""
-        s, kernel = self.s, self.kernel
-        rows, columns = kernel.dq_part
+    def _issue_dq(self, dq_ref, half):
+        """Issues this warpgroup's half of a tile's dq."""
+        s, (_, columns) = self.s, self.kernel.dq_part
         ds_s = s.ds_s.at[half]
-        if columns == kernel.dim:
-            queries, features = self._query0(slot) + self.warpgroup * ROWS, pl.ds(0, columns)
+        if columns == self.kernel.dim:
             plgpu.wgmma(dq_ref, ds_s.at[:, pl.ds(self.warpgroup * ROWS, ROWS)].transpose((1, 0)), s.k_s)
         else:
-            queries, features = self._query0(slot), pl.ds(self.warpgroup * columns, columns)
+            features = pl.ds(self.warpgroup * columns, columns)
             plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), s.k_s.at[:, features])
-        plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
-        dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
-        plgpu.barrier_arrive(s.do_free.at[slot])
+
+    def _add_dq(self, dq, where):
+        """Adds it to device memory; where: (query tile, query head)."""
+        s, (rows, columns), (tile, q_head) = self.s, self.kernel.dq_part, where
+        queries, features = tile * self.kernel.tiles.columns, pl.ds(0, columns)
+        if columns == self.kernel.dim:
+            queries = queries + self.warpgroup * ROWS
+        else:
+            features = pl.ds(self.warpgroup * columns, columns)
         staging = s.dq_s.at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the add of the step before has read its tile
         staging[...] = dq
         plgpu.commit_smem()
-        target = s.dq_g.at[head.batch, pl.ds(queries, rows), head.q, features]
+        target = s.dq_g.at[self.walk.first.batch, pl.ds(queries, rows), q_head, features]
         plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")

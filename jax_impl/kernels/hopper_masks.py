@@ -14,6 +14,7 @@ changes logits (see flex.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -183,13 +184,15 @@ class Band(Policy):
 
     def seen(self, state, head, place):
         column = place.index(1)
-        inside = column < self.n_columns  # columns are never negative
         offset = column - place.index(0)
+        tests = []  # columns are never negative; whole tiles hold none beyond the last
+        if self.n_columns % self.column_tokens or (self.low is None and self.high is None):
+            tests.append(column < self.n_columns)
         if self.low is not None:
-            inside = inside & (offset >= self.low)
+            tests.append(offset >= self.low)
         if self.high is not None:
-            inside = inside & (offset < self.high)
-        return inside
+            tests.append(offset < self.high)
+        return functools.reduce(jnp.logical_and, tests)
 
 
 @jax.tree_util.register_dataclass
