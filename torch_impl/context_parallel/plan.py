@@ -100,9 +100,9 @@ def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device,
     return chosen.prepare(problem, device)
 
 
-def default_kernel(mask, device: str) -> str:
-    """The local kernel of a device: naive on CPU, flashmask or triton_vsa on GPU."""
-    if device == "cpu":
+def default_kernel(mask, platform: str) -> str:
+    """The local kernel of a platform: naive on CPU, flashmask or triton_vsa on GPU."""
+    if platform == "cpu":
         return "naive"
     return "triton_vsa" if isinstance(mask, BlockMask) else "flashmask"
 

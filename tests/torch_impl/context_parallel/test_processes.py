@@ -21,7 +21,7 @@ def run(ranks, mode, stride=1, worlds=(1,), deadline_s=120):
 
 def test_sampled_matrix():
     """Worlds of 1, 2, 3 and 4 processes inside one job: groups of some ranks while others go on."""
-    run(4, "matrix", stride=9, worlds=(1, 2, 3, 4))
+    run(4, "matrix", stride=16, worlds=(1, 2, 3, 4))
 
 
 def test_collectives():
