@@ -26,6 +26,7 @@ PROGRAMS_PER_PROCESSOR = 2
 STEPS_PER_PROGRAM = 4
 STEPS_PER_FLOAT = 8 / 4e12 / 2e-6
 MANY_WAVES = 16  # past so many programs a slot the last wave is too short to matter
+WORTHWHILE = 0.95  # the model is not better than that
 SECTION_LIMIT = 16  # kv heads whose query tiles are streamed side by side in the key pass
 
 
@@ -115,7 +116,8 @@ def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch,
         steps = lengths * (problem.group // splits) + STEPS_PER_PROGRAM
         through_memory = 0 if splits == 1 else splits * floats * STEPS_PER_FLOAT
         cost[splits] = longest_load(np.repeat(steps, heads * splits), slots) + through_memory
-    return min(cost, key=cost.get)
+    best = min(cost, key=cost.get)
+    return best if cost[best] < WORTHWHILE * cost[1] else 1
 
 
 def _split_scale(scale: float) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Our dense Triton kernels and sdpa beyond the conformance suite: parts of a problem, options, edges."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.conformance import relative_error, scattered
 from tests.torch_impl.test_conformance import poisoned
 from torch_impl import kernels
 from torch_impl.attention import attention
+from torch_impl.kernels import flashmask
 from torch_impl.kernels import triton_support as support
 from torch_impl.kernels.flashmask import Launches
 from torch_impl.kernels.walks import Launch
@@ -128,6 +130,23 @@ def test_every_split_of_a_group_gives_the_same_gradients():
         judge(problem, run(kernel, problem, args, **options("flashmask", key_splits=splits)), want)
     with pytest.raises(Unsupported, match="key_splits 3"):
         kernel.prepare(problem, DEVICE, **options("flashmask", key_splits=3))
+
+
+def test_a_kv_head_is_shared_where_one_list_outlasts_the_rest(monkeypatch):
+    """A question that every answer sees, on a card of 132 processors; not where all lists are short or many."""
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    launch = Launch(64, 64, 4, 2)
+
+    def splits(mask, **sizes):
+        problem = problem_of(mask, "bfloat16", 1, head_dim=128, **sizes)
+        return flashmask._key_splits(problem, mask.transpose(), launch, "cuda")
+
+    question = masks.shared_question(4096, 4096, [[512] + [128] * 28])
+    assert splits(question, q_heads=64, kv_heads=8) > 1
+    assert splits(question, q_heads=8, kv_heads=8) == 1
+    assert splits(masks.causal(8192, 8192), q_heads=64, kv_heads=8) == 1
+    assert splits(masks.full(32768, 32768), q_heads=64, kv_heads=32) == 1
 
 
 @pytest.mark.parametrize("name", ["flashmask", "fa1"])
