@@ -4,7 +4,7 @@ import importlib
 
 from jax_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "fa3", "flashmask", "triton_vsa", "fa2_sparse")
+NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "fa3", "flashmask", "vsa", "triton_vsa", "fa2_sparse", "flashinfer")
 
 
 def get(name: str) -> Kernel:

@@ -1,0 +1,422 @@
+"""Block-sparse forward pass on Hopper: the schedule of hopper_forward.py over lists of key pieces.
+
+Each of two consumer warpgroups owns 64 rows. What they share decides how often a key tile is loaded: two halves of a
+128 block of queries ("rows") or two query heads under one list ("heads") share every key tile; else ("none") each
+follows its own list with a ring of its own. A step takes one tile of 128 keys: one piece of 128 or two of 64, so that
+blocks of 64 keep the tensor cores as busy as long ones. Keys and values alternate in one ring.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, shared_tile
+from jax_impl.kernels.hopper_lists import Lists
+from jax_impl.kernels.hopper_masks import ROW, TILE
+
+CONSUMERS = 2
+ROWS = 64  # of a consumer
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseTiles:
+    """The schedule of the sparse forward kernel.
+
+    Attributes:
+      pieces: pieces of a step.
+      slots: tiles that all rings hold together.
+      registers: of a consumer and of the producer thread.
+      turns: whether consumers take turns at issuing products.
+      l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
+    """
+
+    pieces: int = 2
+    slots: int = 6
+    registers: tuple[int, int] = (240, 24)
+    turns: bool = True
+    l2_bytes: int = 24 << 20
+
+
+def shared_by(lists: Lists, q_heads: int, kv_heads: int) -> str:
+    """What the two consumers of a thread block share a list by: "rows", "heads" or "none"."""
+    if lists.rows == CONSUMERS * ROWS:
+        return "rows"
+    return "heads" if lists.heads < q_heads and q_heads // kv_heads % CONSUMERS == 0 else "none"
+
+
+def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, out_dtype=None):
+    """Attention of q over the listed pieces of k and v.
+
+    Args:
+      q: [batch, q_len, q_heads, head_dim], bfloat16 or float16; k, v: [batch, kv_len, kv_heads, head_dim]; in the
+        layout of the lists.
+      lists: rows are queries, in tiles of 64 or 128; an even number of tiles where they are of 64.
+      scale: > 0.
+      out_dtype: of out; q's by default.
+
+    Returns: out [batch, tiles * rows, q_heads, head_dim], lse float32 [batch, q_heads, tiles * rows], natural log.
+    """
+    batch, _, q_heads, dim = q.shape
+    kv_heads, padded = k.shape[2], lists.tiles * lists.rows
+    out_dtype, sharing = jnp.dtype(out_dtype or q.dtype), shared_by(lists, q_heads, k.shape[2])
+    side = heads_side_by_side(q_heads, kv_heads, 4 * k.shape[1] * dim, tiles.l2_bytes)
+    rings = CONSUMERS if sharing == "none" else 1
+    side, sections = (side // CONSUMERS if sharing == "heads" else side), q_heads // side
+    kernel = _Forward(tiles, lists.rows, lists.piece, sharing, rings, scale, q_heads, kv_heads, dim, side,
+                      lists.heads, q.dtype, out_dtype)
+    slots, bar = tiles.slots // rings * rings, plgpu.Barrier
+    out, lse = plgpu.kernel(
+        kernel.body,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
+            jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
+        ],
+        scratch_types={
+            "q_s": shared_tile((CONSUMERS, ROWS, dim), q.dtype),
+            "kv_s": shared_tile((slots, tiles.pieces * lists.piece, dim), q.dtype),
+            "lse_s": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
+            "q_ready": bar(num_barriers=CONSUMERS),
+            "ready": bar(num_arrivals=tiles.pieces, num_barriers=slots),
+            "free": bar(num_arrivals=CONSUMERS // rings, num_barriers=slots),
+            "turn": bar(num_barriers=CONSUMERS),
+        },
+        grid=(batch, sections, lists.tiles // rings, side),
+        grid_names=("batch", "section", "place", "side"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="hopper_sparse_forward",
+    )(q, k, v, *lists.operands())
+    return out, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class ListRefs:
+    """`Lists.operands` in device memory."""
+
+    full: jax.Ref
+    counts: jax.Ref
+    indices: jax.Ref
+    order: jax.Ref
+    starts: jax.Ref
+    ends: jax.Ref
+    bound: jax.Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The pieces that one row tile visits, `pieces` a step.
+
+    Attributes:
+      refs: the lists; head: the mask's head; tile: the row tile; full, total: its pieces; pieces: of a step, static.
+    """
+
+    refs: ListRefs
+    head: jax.Array
+    tile: jax.Array
+    full: jax.Array
+    total: jax.Array
+    pieces: int
+
+    @property
+    def steps(self):
+        """Steps in all."""
+        return lax.div(self.total + (self.pieces - 1), jnp.int32(self.pieces))
+
+    @property
+    def full_steps(self):
+        """Leading steps that need no element test."""
+        return lax.div(self.full, jnp.int32(self.pieces))
+
+    def index(self, n, j: int):
+        """The j-th piece of step n; past the list's end it is some piece, which `room` makes invisible."""
+        return self.refs.indices[self.head, self.tile, jnp.minimum(n * self.pieces + j, self.total - 1)]
+
+    def span(self, n, j: int):
+        """(first token, tokens) of the j-th piece of step n; no tokens past the list's end."""
+        piece = self.index(n, j)
+        start, end = self.refs.starts[self.head, piece], self.refs.ends[self.head, piece]
+        return start, jnp.where(n * self.pieces + j < self.total, end - start, 0)
+
+
+def walk_of(refs: ListRefs, head, tile, pieces: int) -> Walk:
+    """The walk of a row tile under one of the mask's heads."""
+    return Walk(refs, head, tile, refs.full[head, tile], refs.counts[head, tile], pieces)
+
+
+def row_tile(refs: ListRefs, head, place):
+    """The row tile at a place of the grid."""
+    chosen = refs.order[head, place]
+    return jnp.where(chosen == 0, place, chosen - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The kernel's body and what it closes over."""
+
+    tiles: SparseTiles
+    rows: int
+    piece: int
+    sharing: str
+    rings: int
+    scale: float
+    q_heads: int
+    kv_heads: int
+    dim: int
+    side: int
+    mask_heads: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+    @property
+    def slots(self) -> int:
+        """Tiles of one ring."""
+        return self.tiles.slots // self.rings
+
+    @property
+    def columns(self) -> int:
+        """Keys of a step."""
+        return self.tiles.pieces * self.piece
+
+    def body(self, q_g, k_g, v_g, *refs, **scratch):
+        """One thread block: two warpgroups, of one query head or of two."""
+        *lists, out_g, lse_g = refs
+        s, refs = _Scratch(q_g, k_g, v_g, out_g, lse_g, **scratch), ListRefs(*lists)
+        batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+        q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        q_head = q_head * CONSUMERS if self.sharing == "heads" else q_head
+        kv_head = lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads))
+        mask_head = lax.div(q_head * self.mask_heads, jnp.int32(self.q_heads))
+        place = lax.axis_index("place") * self.rings
+        walks = [walk_of(refs, mask_head, row_tile(refs, mask_head, place + r), self.tiles.pieces)
+                 for r in range(self.rings)]
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walks, batch, kv_head))
+
+        def consume(walk, ring, other):
+            plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+            head = q_head + (warpgroup if self.sharing == "heads" else 0)
+            row0 = walk.tile * self.rows + (warpgroup * ROWS if self.sharing == "rows" else 0)
+            high = plgpu.load(refs.bound.at[mask_head, pl.ds(row0, ROWS)], layout=ROW, optimized=False)
+            _Consumer(self, s, walk, ring, batch, head, warpgroup, row0, high, other).run()
+
+        if self.rings == 1:
+            pl.when(warpgroup < CONSUMERS)(lambda: consume(walks[0], 0, walks[0].steps))
+        else:
+            choose = functools.partial(jnp.where, warpgroup == 0)
+            mine = Walk(refs, mask_head, *(choose(getattr(walks[0], x), getattr(walks[1], x))
+                                           for x in ("tile", "full", "total")), self.tiles.pieces)
+            most = jnp.maximum(walks[0].steps, walks[1].steps)
+            pl.when(warpgroup < CONSUMERS)(lambda: consume(mine, warpgroup, most))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
+
+    q_g: jax.Ref
+    k_g: jax.Ref
+    v_g: jax.Ref
+    out_g: jax.Ref
+    lse_g: jax.Ref
+    q_s: jax.Ref
+    kv_s: jax.Ref
+    lse_s: jax.Ref
+    q_ready: jax.Ref
+    ready: jax.Ref
+    free: jax.Ref
+    turn: jax.Ref
+
+
+def _key_turn(n):
+    """Position of the keys of step n in the ring's sequence K0 K1 V0 K2 V1 ... ."""
+    return jnp.maximum(2 * n - 1, 0)
+
+
+def _value_turn(n, steps):
+    """Position of the values of step n; the last ones follow where no more keys come."""
+    return 2 * n + jnp.where(n + 1 < steps, 2, 1)
+
+
+def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head):
+    """Fills the rings: keys one step ahead of values, since the values of a step are wanted one step later."""
+    plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
+    slots, piece = jnp.int32(kernel.slots), kernel.piece
+    most = functools.reduce(jnp.maximum, (w.steps for w in walks))
+
+    def load(ring: int, turn, gmem, pieces):
+        slot = ring * slots + lax.rem(turn, slots)
+        pl.when(turn >= slots)(lambda: plgpu.barrier_wait(s.free.at[slot]))
+        for j, index in enumerate(pieces):
+            part = s.kv_s.at[slot, pl.ds(j * piece, piece)] if len(pieces) > 1 else s.kv_s.at[slot]
+            plgpu.copy_gmem_to_smem(gmem.at[batch, pl.ds(index * piece, piece), kv_head], part, s.ready.at[slot])
+
+    def step(n, previous):
+        following = []
+        for ring, walk in enumerate(walks):
+            pieces = [walk.index(jnp.clip(n, 0, jnp.maximum(walk.steps - 1, 0)), j) for j in range(walk.pieces)]
+            pl.when(n < walk.steps)(functools.partial(load, ring, _key_turn(n), s.k_g, pieces))
+            values = functools.partial(load, ring, _value_turn(n - 1, walk.steps), s.v_g, previous[ring])
+            pl.when((n > 0) & (n <= walk.steps))(values)
+            following.append(pieces)
+        return following
+
+    none = [[jnp.int32(0)] * w.pieces for w in walks]
+    pl.when(most > 0)(lambda: (lax.fori_loop(0, most + 1, step, none), None)[1])
+    for ring, walk in enumerate(walks):
+
+        def drain(turn, _, ring=ring):  # nothing may be pending when the block ends
+            plgpu.barrier_wait(s.free.at[ring * slots + lax.rem(turn, slots)])
+
+        loads = 2 * walk.steps
+        lax.fori_loop(jnp.maximum(loads - slots, 0), loads, drain, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: online softmax over the steps of its rows."""
+
+    kernel: _Forward
+    s: _Scratch
+    walk: Walk
+    ring: jax.Array | int
+    batch: jax.Array
+    head: jax.Array
+    warpgroup: jax.Array
+    row0: jax.Array
+    high: jax.Array
+    most: jax.Array
+
+    def run(self):
+        """Loads q, runs the steps, writes out and lse."""
+        s, kernel = self.s, self.kernel
+        rows, mine = pl.ds(self.row0, ROWS), self.warpgroup
+        plgpu.copy_gmem_to_smem(s.q_g.at[self.batch, rows, self.head], s.q_s.at[mine], s.q_ready.at[mine])
+        plgpu.barrier_wait(s.q_ready.at[mine])
+        acc, top, weight = pl.run_scoped(self._all_steps, plgpu.ACC((ROWS, kernel.dim), jnp.float32))
+        some = weight > 0
+        inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
+        out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+        lse = top * kernel.scale + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
+        s.lse_s[mine] = jnp.where(some, lse, -jnp.inf)
+        if kernel.out_dtype.itemsize == 2:
+            s.q_s[mine] = out.astype(kernel.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s.lse_s.at[mine], s.lse_g.at[self.batch, self.head, rows])
+        if kernel.out_dtype.itemsize == 2:
+            plgpu.copy_smem_to_gmem(s.q_s.at[mine], s.out_g.at[self.batch, rows, self.head])
+        else:
+            s.out_g[self.batch, rows, self.head] = out
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _all_steps(self, acc_ref):
+        kernel, steps, full = self.kernel, self.walk.steps, self.walk.full_steps
+        row = functools.partial(jnp.full, (ROWS,))
+        top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
+        weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
+        p = plgpu.layout_cast(jnp.zeros((ROWS, kernel.columns), kernel.dtype), TILE)
+        pl.when(self.warpgroup == CONSUMERS - 1)(self._pass_turn)
+        carry = lax.cond(steps > 0, lambda c: self._first(c), lambda c: c, (top, weight, p))
+        carry = lax.fori_loop(1, full, functools.partial(self._step, acc_ref, masked=False), carry)
+        first_partial = jnp.maximum(1, full)
+        top, weight, p = lax.fori_loop(
+            first_partial, steps, functools.partial(self._step, acc_ref, masked=True), carry)
+        lax.fori_loop(jnp.maximum(1, steps), self.most, lambda n, _: self._skip(), None)
+        pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
+
+        @pl.when(steps > 0)
+        def _():
+            slot = self._product(acc_ref, p, steps - 1)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.s.free.at[slot])
+
+        return acc_ref[...], top, weight
+
+    def _slot(self, turn):
+        return self.ring * self.kernel.slots + lax.rem(turn, jnp.int32(self.kernel.slots))
+
+    def _take_turn(self):
+        if self.kernel.tiles.turns:
+            plgpu.barrier_wait(self.s.turn.at[self.warpgroup])
+
+    def _pass_turn(self):
+        if self.kernel.tiles.turns:
+            plgpu.barrier_arrive(self.s.turn.at[lax.rem(self.warpgroup + 1, jnp.int32(CONSUMERS))])
+
+    def _skip(self):
+        """The other consumer has more steps: hand it the turn."""
+        self._take_turn()
+        self._pass_turn()
+
+    def _logits(self, s_ref, slot):
+        plgpu.wgmma(s_ref, self.s.q_s.at[self.warpgroup], self.s.kv_s.at[slot].transpose((1, 0)))
+
+    def _product(self, acc_ref, p, n):
+        slot = self._slot(_value_turn(n, self.walk.steps))
+        plgpu.barrier_wait(self.s.ready.at[slot])
+        plgpu.wgmma(acc_ref, p, self.s.kv_s.at[slot])
+        return slot
+
+    def _first(self, carry):
+        """Step 0: logits and softmax only."""
+        slot = self._slot(jnp.int32(0))
+        plgpu.barrier_wait(self.s.ready.at[slot])
+
+        def issue(s_ref):
+            self._logits(s_ref, slot)
+            return s_ref[...]
+
+        logits = pl.run_scoped(issue, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
+        plgpu.barrier_arrive(self.s.free.at[slot])
+        top, weight, p, _ = self._softmax(logits, 0, *carry[:2], masked=True)
+        return top, weight, p.astype(self.kernel.dtype)
+
+    def _step(self, acc_ref, n, carry, *, masked: bool):
+        """Logits of step n and, under its softmax, the product of step n - 1."""
+        s, (top, weight, p) = self.s, carry
+        slot, value_slot = self._slot(_key_turn(n)), self._slot(_value_turn(n - 1, self.walk.steps))
+        plgpu.barrier_wait(s.ready.at[slot])
+
+        def issue(s_ref):
+            self._take_turn()
+            self._logits(s_ref, slot)
+            self._product(acc_ref, p, n - 1)
+            self._pass_turn()
+            return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+
+        logits = pl.run_scoped(issue, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
+        plgpu.barrier_arrive(s.free.at[slot])
+        top, weight, p, alpha = self._softmax(logits, n, top, weight, masked=masked)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(s.free.at[value_slot])
+        acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
+        return top, weight, p.astype(self.kernel.dtype)
+
+    def _seen(self, n):
+        """Elements of step n that are visible, bool [rows, columns]."""
+        shape, out = (ROWS, self.kernel.columns), None
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+        for j in range(self.walk.pieces):
+            start, tokens = self.walk.span(n, j)
+            last = jnp.minimum(self.high - start, tokens) + j * self.kernel.piece
+            inside = column < lax.broadcast_in_dim(last, shape, [0])
+            inside = inside if j == 0 else inside & (column >= j * self.kernel.piece)
+            out = inside if out is None else out | inside
+        return out
+
+    def _softmax(self, logits, n, top, weight, *, masked: bool):
+        """(new top in logit units, new weight, p float32, factor of the old accumulator)."""
+        base = self.kernel.scale * LOG2E
+        if masked:
+            logits = jnp.where(self._seen(n), logits, -jnp.inf)
+        new_top = jnp.maximum(top, logits.max(axis=1))
+        # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
+        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        reference = reference * base
+        alpha = jnp.exp2(top * base - reference)
+        p = jnp.exp2(logits * base - lax.broadcast_in_dim(reference, logits.shape, [0]))
+        return new_top, weight * alpha + p.sum(axis=1), p, alpha

@@ -1,0 +1,125 @@
+"""vsa and flashinfer on the Hopper kernels: what the conformance suite does not ask of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import kernels
+from jax_impl.kernels import hopper_lists, hopper_sparse
+from tests.conformance import inputs, relative_error
+from tests.jax_impl.interpret_patch import interpreted
+from workload.block_masks import from_bitmap, uniform_block, variable_block
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
+from workload.selection import uniform_bounds
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def run(kernel, scale, operands, q, k, v, dout, **options):
+    """The five results by name."""
+    out, lse = kernel.forward(q, k, v, operands, scale)
+    grads = kernel.backward(q, k, v, out, lse, dout, operands, scale, **options)
+    return dict(zip(RESULTS, (out, lse, *grads), strict=True))
+
+
+def judged(name, problem, budget=8e-3, races=False):
+    """Runs a kernel in the interpreter and holds each result against the oracle."""
+    arrays = [jnp.asarray(x, problem.dtype) for x in inputs(problem)]
+    q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
+    want = attention_oracle(q, k, v, problem.mask, problem.scale, dout)
+    kernel = kernels.get(name)
+    with interpreted(detect_races=races):
+        got = run(kernel, problem.scale, kernel.prepare(problem), *arrays)
+    for label, value in got.items():
+        assert relative_error(np.asarray(value, np.float64), getattr(want, label)) < budget, label
+
+
+def test_tiles_of_128_share_a_list():
+    """Causal blocks of 128, grouped heads, ragged both ways: two warpgroups on one list, dq by the key-major kernel."""
+    mask = uniform_block(150, 270, 1, 128, 0.7, causal=True, seed=1)
+    judged("flashinfer", AttentionProblem(mask, 1, 2, 1, 64))
+
+
+def test_lists_per_query_head():
+    """Every query head of a group has a list of its own; odd lists, an empty row, a negative scale."""
+    picks = np.random.default_rng(3).random((2, 2, 3)) < 0.6
+    picks[1, 1] = False
+    bounds = [np.repeat(uniform_bounds(n, 64)[None], 2, 0) for n in (100, 150)]
+    mask = from_bitmap(picks, *bounds, block=64, name="uniform_block")
+    judged("vsa", AttentionProblem(mask, 1, 2, 1, 64, scale=-0.2))
+
+
+def test_blocks_of_one_token_up():
+    """Variable blocks from one token on, boundaries per kv head."""
+    judged("flashinfer", AttentionProblem(variable_block(70, 90, 2, 20, 1, 0.5, causal=True, seed=2), 1, 2, 2, 64))
+
+
+def test_no_races():
+    """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions."""
+    judged("vsa", AttentionProblem(uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), 1, 2, 1, 64), races=True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_every_query_block_selects_key_block_0(kv_heads):
+    """dv of key block 0 sums the whole group and all query blocks; the others get nothing."""
+    picks = np.zeros((1, 3, 2), bool)
+    picks[0, :, 0] = True
+    mask = from_bitmap(picks, uniform_bounds(192, 64)[None], uniform_bounds(128, 64)[None], block=64,
+                       name="uniform_block")
+    problem = AttentionProblem(mask, 1, 2, kv_heads, 64, "bfloat16", 0.0)
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(problem))
+    kernel = kernels.get("vsa")
+    with interpreted():
+        got = run(kernel, 0.0, kernel.prepare(problem), q, k, v, jnp.ones_like(q))
+    np.testing.assert_allclose(np.asarray(got["dv"], np.float32)[0, :64], 192 / 64 * 2 / kv_heads, rtol=1e-2)
+    assert not np.asarray(got["dv"][0, 64:]).any()
+
+
+MASKS = [uniform_block(300, 430, 2, 64, 0.5, causal=True, seed=3), variable_block(300, 430, 2, 50, 1, 0.4, seed=4)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["uniform", "variable"])
+def test_lists_hold_the_cells_of_the_mask(mask):
+    """Element by element: listed pieces and bounds, both ways, give the dense picture, and full pieces need no test."""
+    cut = hopper_lists.pieces(mask, 64, 64, True)
+    for lists, lengths in zip(hopper_lists.both_ways(cut), ((mask.q_len, mask.kv_len), (mask.kv_len, mask.q_len)),
+                              strict=True):
+        for head in range(mask.heads):
+            want = mask.dense(head).T if lists.by_key else mask.dense(head)
+            tokens = cut.kv_layout if lists.by_key else cut.q_layout
+            token = np.asarray(tokens.token[head]) - 1 if tokens else np.arange(lists.tiles * 64)
+            got = np.zeros(lengths, bool)
+            for tile in range(lists.tiles):
+                for n in range(int(lists.counts[head, tile])):
+                    piece = int(lists.indices[head, tile, n])
+                    span = np.arange(int(lists.starts[head, piece]), int(lists.ends[head, piece]))
+                    for row, bound in zip(token[tile * 64 :][:64], lists.bound[head, tile * 64 :][:64], strict=True):
+                        seen = span >= int(bound) if lists.by_key else span < int(bound)
+                        if 0 <= row < lengths[0]:
+                            got[row, span] = seen
+                        # Rows past the last query are thrown away, but a key past the last one would reach dq.
+                        if n < int(lists.full[head, tile]) and (lists.by_key or 0 <= row < lengths[0]):
+                            assert seen.all() and 0 <= row < lengths[0]
+            assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("which, mask, head_dim, q_heads, kv_heads", [
+    ("vsa", uniform_block(1000, 1100, 2, 64, 0.5, causal=True), 128, 4, 2),
+    ("vsa", uniform_block(1000, 1100, 1, 64, 0.5), 64, 3, 3),
+    ("flashinfer", uniform_block(1000, 1100, 2, 128, 0.5), 128, 4, 2),
+    ("flashinfer", variable_block(1000, 1100, 2, 100, 1, 0.5), 128, 4, 2),
+])
+def test_lowers_to_an_h200(which, mask, head_dim, q_heads, kv_heads):
+    """Both passes lower to Mosaic GPU modules for Hopper, shared memory checked."""
+    problem = AttentionProblem(mask, 2, q_heads, kv_heads, head_dim)
+    operands = hopper_sparse.prepare(problem, wide=which != "vsa")
+    shape = lambda s, d=jnp.bfloat16: jax.ShapeDtypeStruct(s, d)  # noqa: E731
+    passes = functools.partial(run, kernels.get(which), problem.scale)
+    operands = jax.tree.map(lambda x: shape(x.shape, x.dtype), operands)
+    args = (operands, shape(problem.q_shape), shape(problem.kv_shape), shape(problem.kv_shape), shape(problem.q_shape))
+    text = jax.jit(passes).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
