@@ -99,9 +99,8 @@ def _package():
 
 
 def _window(operands: RegularOperands) -> tuple[int, int]:
-    left, right = operands.window
-    right = 0 if operands.causal else right
-    return tuple(UNBOUNDED if side is None else side for side in (left, right))
+    left, right = (UNBOUNDED if side is None else side for side in operands.window)
+    return left, 0 if operands.causal else right
 
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
