@@ -100,7 +100,7 @@ def _positive_scale(q, scale: float):
     return q * jnp.asarray(sign, q.dtype), (-scale if scale else 1.0), sign
 
 
-def _whole(*arrays):
+def whole_rows(*arrays):
     """The arrays with their sequences padded to a multiple of eight, the rows of a tile that TMA moves."""
 
     def pad(x):
@@ -117,7 +117,7 @@ def forward(q, k, v, operands: HopperOperands, scale: float, *, out_dtype=None):
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
     rows = q.shape[1]
     positive, scale, _ = _positive_scale(q, scale)
-    q, k, v = _whole(positive, k, v)
+    q, k, v = whole_rows(positive, k, v)
     out, lse = forward_pass(q, k, v, operands.forward, scale, operands.tiles.forward, out_dtype=out_dtype)
     return out[:, :rows], lse[:, :, :rows]
 
@@ -135,7 +135,7 @@ def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *,
     base2 = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), padding, constant_values=jnp.inf)
     delta = jnp.pad(delta.astype(jnp.float32), padding)
     q, scale, sign = _positive_scale(q, scale)
-    shared = (*_whole(q, k, v, dout.astype(q.dtype)), base2, delta)
+    shared = (*whole_rows(q, k, v, dout.astype(q.dtype)), base2, delta)
     dq, dk, dv = key_major(
         *shared, operands.key_major, scale, tiles.key_major, grad_dtype=grad_dtype, with_dq=not deterministic
     )

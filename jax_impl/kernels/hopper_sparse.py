@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_forward import LOG2E, round_up
+from jax_impl.kernels.hopper_kernel import whole_rows
 from jax_impl.kernels.hopper_lists import Layout, Lists, both_ways, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
 from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
@@ -137,6 +138,7 @@ def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
     if layout is not None:
         k, v = (operands.kv_layout.spread(x) for x in _apart(k, v, q.shape[2], operands.forward))
         q = layout.spread(q)
+    q, k, v = whole_rows(q, k, v)
     out, lse = sparse_forward(q, k, v, operands.forward, scale, operands.schedules.forward, out_dtype=out_dtype)
     if layout is not None:
         return layout.gather(out), _heads_last(layout.gather(_heads_last(lse)))
@@ -158,8 +160,11 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
     dout = dout.astype(q.dtype)
     if isinstance(operands.backward, ListedKeys):
         rows = _padded(*rows, WIDE)
-        dq, dk, dv = key_major(q, k, v, dout, *rows, operands.backward, scale, operands.schedules.wide,
+        q_len, kv_len = q.shape[1], k.shape[1]
+        arrays = whole_rows(q, k, v, dout)
+        dq, dk, dv = key_major(*arrays, *rows, operands.backward, scale, operands.schedules.wide,
                                grad_dtype=grad_dtype, with_dq=True)
+        dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:
         dq, dk, dv = _narrow(q, k, v, dout, *rows, operands, scale, grad_dtype)
     return (dq * scale).astype(grad_dtype), dk, dv
@@ -190,7 +195,8 @@ def _narrow(q, k, v, dout, lse, delta, operands, scale, grad_dtype):
         delta = _heads_last(layouts[0].spread(_heads_last(delta)))
         q, dout, k, v = layouts[0].spread(q), layouts[0].spread(dout), layouts[1].spread(k), layouts[1].spread(v)
     wanted = jnp.dtype(jnp.float32) if apart > 1 else grad_dtype
-    dq, dk, dv = sparse_backward(q, k, v, dout, lse, delta, lists, scale, operands.schedules.narrow, grad_dtype=wanted)
+    arrays = (*whole_rows(q, k, v, dout), lse, delta)
+    dq, dk, dv = sparse_backward(*arrays, lists, scale, operands.schedules.narrow, grad_dtype=wanted)
     if layouts[0] is None:
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:
