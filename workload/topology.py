@@ -128,6 +128,8 @@ def make_topology(
         raise Unsupported(scheme, f"window {window}: only loongtrain has windows")
     if ulysses is None:
         ulysses = fixed or (1 if scheme == "all_gather" else _divisor(world, min(ranks_per_node, max(1, world // 2))))
+    if world % ulysses:
+        raise Unsupported("topology", f"ulysses degree {ulysses} does not divide world {world}")
     ring = world // ulysses
     if scheme == "loongtrain":
         window = _divisor(ring, int(ring**0.5)) if window is None else window

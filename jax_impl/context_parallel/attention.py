@@ -116,13 +116,9 @@ def _check(q, k, v, program: Program) -> None:
             raise ValueError(f"{name}: dtype {x.dtype}, the plan's is {signature.dtype}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(program: Program, q, k, v, data):
-    return _forward(program, q, k, v, data)[0]
-
-
-def _forward(program: Program, q, k, v, data):
-    """(out, lse) in token order, and what the backward pass needs: the exchanged q, k, v, out and their lse."""
+def forward(plan: Plan, q, k, v):
+    """((out, lse or None) in token order, what `backward` needs: the exchanged q, k, v, out and their lse)."""
+    program, data = plan.program, plan.data
     signature = program.signature
     scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
     local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
@@ -140,14 +136,16 @@ def _forward(program: Program, q, k, v, data):
 
     call = _sharded(program, rank, (seq, seq, seq, _data_specs(program, data)), ((seq, rows), seq, rows))
     result, exchanged, lse = call(q, k, v, data)
-    return result, (exchanged or (q, k, v, result[0]), lse, data)
+    return result, (*(exchanged or (q, k, v, result[0])), lse)
 
 
-def _backward(program: Program, saved, cotangents):
+def backward(plan: Plan, saved, dout):
+    """dq, dk, dv in token order and the problem's dtype, from what `forward` saved."""
+    program, data = plan.program, plan.data
     signature = program.signature
     scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
     local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
-    exchanged, lse, data = saved
+    *exchanged, lse = saved
 
     def rank(exchanged, lse, dout, data):
         data = _rank_data(data)
@@ -160,10 +158,25 @@ def _backward(program: Program, saved, cotangents):
         return dq, dk, dv
 
     call = _sharded(program, rank, ((seq,) * 4, rows, seq, _data_specs(program, data)), (seq, seq, seq))
-    return *call(exchanged, lse, cotangents[0], data), None
+    return call(tuple(exchanged), lse, dout, data)
 
 
-_attend.defvjp(_forward, _backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(program: Program, q, k, v, data):
+    return forward(Plan(program, data), q, k, v)[0]
+
+
+def _attend_forward(program: Program, q, k, v, data):
+    result, saved = forward(Plan(program, data), q, k, v)
+    return result, (saved, data)
+
+
+def _attend_backward(program: Program, residuals, cotangents):
+    saved, data = residuals
+    return *backward(Plan(program, data), saved, cotangents[0]), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _sharded(program: Program, function, in_specs, out_specs):

@@ -43,10 +43,11 @@ def both_passes(q, k, v, dout, plan):
 
 def collect(plan, results):
     """Whole results in token order by name, float64."""
-    out, lse, *grads = results
-    whole = [cp.unshard(out, plan), jnp.moveaxis(cp.unshard(jnp.moveaxis(lse, 2, 1), plan), 1, 2)]
-    whole += [cp.unshard(g, plan, s) for g, s in zip(grads, SIDES, strict=False)]
-    return {name: np.asarray(x, np.float64) for name, x in zip(RESULTS, whole, strict=True)}
+    out, lse, *grads = jax.block_until_ready(results)  # queued programs of CPU devices may starve each other of threads
+    sides = ("q", "q", *SIDES[:3])
+    named = zip(RESULTS, (out, jnp.moveaxis(lse, 2, 1), *grads), sides, strict=True)
+    whole = {name: np.asarray(cp.unshard(x, plan, side), np.float64) for name, x, side in named}
+    return whole | {"lse": np.moveaxis(whole["lse"], 1, 2)}
 
 
 @functools.lru_cache(maxsize=16)
