@@ -2,8 +2,9 @@
 
 Up to `NUMPY_CELLS` logits (2K tokens of eight heads) the reference is `workload.oracle` on all heads; above, a float64
 computation of its own (`chunked`), on the GPU where there is one, on the first and the last kv head (and all query
-heads of their groups) of the first batch entry. The naive run that sets the budget is the same chunked computation in the problem's dtype:
-products of operands in that dtype summed in float32, P and dS rounded before they are multiplied, results rounded.
+heads of their groups) of the first batch entry. The naive run that sets the budget is the same chunked computation in
+the problem's dtype: products of operands in that dtype summed in float32, P and dS rounded before they are multiplied,
+results rounded.
 """
 
 import dataclasses

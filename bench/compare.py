@@ -1,0 +1,84 @@
+"""What changed between two record files: regressions and gains beyond noise, rows that broke or appeared.
+
+    python -m bench.compare old.jsonl new.jsonl
+
+A change counts when the medians differ by more than both runs' spreads together and by more than --threshold. Exits
+with 1 where something became slower, broke or is missing.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from bench import records
+
+THRESHOLD = flags.DEFINE_float("threshold", 0.03, "Smallest change that counts, as a share.", lower_bound=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One row's fate.
+
+    Attributes:
+      verdict: slower, faster, broken, mended, missing, new or same.
+      ratio: new over old median seconds; noise: both spreads together, as a share.
+    """
+
+    key: str
+    verdict: str
+    ratio: float | None = None
+    noise: float | None = None
+    detail: str = ""
+
+
+def compare(old: Sequence[dict], new: Sequence[dict], threshold: float = 0.03) -> list[Change]:
+    """The change of every key of either file, ceilings left out."""
+    before, after = ({r["key"]: r for r in rows if r["kind"] != "ceiling"} for rows in (old, new))
+    return [_change(key, before.get(key), after.get(key), threshold) for key in dict.fromkeys([*before, *after])]
+
+
+def _change(key, old, new, threshold) -> Change:
+    if new is None:
+        return Change(key, "missing")
+    if old is None:
+        return Change(key, "new", detail=new["status"])
+    if (old["status"] == "ok") != (new["status"] == "ok"):
+        return Change(key, "broken" if old["status"] == "ok" else "mended", detail=new["reason"] or old["reason"])
+    if "rate" not in old or "rate" not in new:
+        return Change(key, "same")
+    ratio = new["seconds"]["median"] / old["seconds"]["median"]
+    noise = old["seconds"]["spread"] + new["seconds"]["spread"]
+    allowed = max(threshold, noise)
+    verdict = "slower" if ratio > 1 + allowed else "faster" if ratio < 1 / (1 + allowed) else "same"
+    return Change(key, verdict, ratio, noise)
+
+
+def main(argv):
+    if len(argv) != 3:
+        print("compare: give two record files, the old and the new", file=sys.stderr)
+        return 2
+    for path in argv[1:]:
+        if not Path(path).is_file():
+            print(f"records: no such file: {path}", file=sys.stderr)
+            return 2
+    changes = compare(records.read(argv[1]), records.read(argv[2]), THRESHOLD.value)
+    table = Table("row", "change", "new / old time", "noise", "")
+    for c in changes:
+        if c.verdict != "same":
+            ratio, noise = f"{c.ratio:.3f}" if c.ratio else "", f"{c.noise:.1%}" if c.noise is not None else ""
+            table.add_row(c.key, c.verdict, ratio, noise, c.detail)
+    console = Console(soft_wrap=True)
+    if table.row_count:
+        console.print(table)
+    bad = [c for c in changes if c.verdict in ("slower", "broken", "missing")]
+    console.print(f"{len(changes)} rows compared, {len(bad)} worse", markup=False)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    app.run(main)

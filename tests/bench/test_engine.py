@@ -1,0 +1,116 @@
+"""Runs of the bench: one row a case whatever happens, resumed without loss or repetition, bad flags named."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bench import cases, engine, options, records
+from bench.cases import Case, ProblemSpec
+from bench.timing import Protocol
+
+SPEC = ProblemSpec("causal_document", 90, 70, 2, 3, 1, 16, "float32", 5, (("documents", (40, 0, 50)),))
+FAST = Protocol(samples=2, least=1, seconds=0.01, warmups=3)
+FLAGS = ["--q_heads=2", "--kv_heads=1", "--head_dim=16", "--dtype=float32", "--samples=2", "--seconds=0.01"]
+
+
+def dense(*flags, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.dense", *FLAGS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, **more)
+
+
+def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
+    out = tmp_path / "r.jsonl"
+    wanted = ["--stack=torch", "--kernels=naive,sdpa", "--masks=full,causal", "--seqlens=40,50", f"--out={out}"]
+    run = dense(*wanted)
+    until = time.monotonic() + 120
+    while len(records.read(out)) < 5 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    kept = records.read(out)
+    assert 5 <= len(kept) < 17
+    refused = dense(*wanted)
+    assert refused.wait(120) == 2 and "--resume" in refused.communicate()[1]
+    again = dense(*wanted, "--resume")
+    assert again.wait(120) == 0, again.communicate()
+    again.communicate()
+    rows = records.read(out)
+    keys = [row["key"] for row in rows]
+    assert len(keys) == len(set(keys)) == 17  # 2 kernels, 2 masks, 2 lengths, 2 passes, and a ceiling
+    assert rows[: len(kept)] == kept and {row["status"] for row in rows} == {"ok"}
+
+
+def test_rows_say_what_they_measured(tmp_path):
+    run = [Case(stack, "naive", which, SPEC) for stack in cases.STACKS for which in ("forward", "backward")]
+    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", protocol=FAST))
+    measured = {row["key"]: row for row in rows if row["kind"] == "attention"}
+    assert set(measured) == {case.key for case in run}
+    for row in measured.values():
+        assert row["status"] == "ok" and row["source"] and row["oracle"] == "NumPy float64, all heads"
+        assert row["flops"] == {"forward": 4, "backward": 10}[row["case"]["pass"]] * row["area"] * 2 * 3 * 16
+        assert row["rate"] == row["flops"] / row["seconds"]["median"] and row["peak_bytes"] > 0
+        assert row["prepare_seconds"] >= 0 and row["compile_seconds"] >= 0
+        assert row["tiles"]["visited_area"] == 128 * 128
+        assert cases.from_record(json.loads(json.dumps(row["case"]))).key == row["key"]
+    environments = [measured[case.key]["environment"] for case in run]
+    assert "jax" in environments[0] and "torch" not in environments[0] and "torch" in environments[2]
+
+
+FAULTS = {1: ("killed", "error"), 2: ("hang", "timeout"), 3: ("exhaust", "out_of_memory")}
+
+
+def test_a_fault_costs_one_row(tmp_path, monkeypatch):
+    """Killed -9, hung, out of memory: the faults happen in real workers, in place of the check of a seed's case."""
+    asked = engine.Worker.ask
+
+    def ask(worker, name, deadline, **arguments):
+        seed = arguments.get("case", {}).get("seed")
+        if name.endswith(":check") and seed in FAULTS:
+            return asked(worker, f"tests.bench.faulty_tasks:{FAULTS[seed][0]}", 6.0)
+        return asked(worker, name, deadline, **arguments)
+
+    monkeypatch.setattr(engine.Worker, "ask", ask)
+    run = [Case("torch", "naive", "forward", dataclasses.replace(SPEC, seed=seed)) for seed in (1, 2, 3, 4)]
+    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", timed=False, memory=3 << 30))
+    assert [(row["case"]["seed"], row["status"]) for row in rows] == [
+        *((seed, status) for seed, (_, status) in FAULTS.items()), (4, "ok")]
+    assert "signal 9" in rows[0]["reason"] and "within 6 s" in rows[1]["reason"]
+
+
+def test_a_wrong_kernel_is_a_mismatch_and_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "TASKS", "tests.bench.wrong_tasks")
+    rows = engine.run([Case("torch", "naive", "forward", SPEC)], engine.Options(tmp_path / "r.jsonl", protocol=FAST))
+    row = rows[-1]
+    assert row["status"] == "mismatch" and "out: error" in row["reason"] and "seconds" not in row
+
+
+def test_what_cannot_run_says_why(tmp_path):
+    spec = dataclasses.replace(SPEC, mask="causal", settings=())
+    run = [Case("jax", "cudnn", "forward", spec), Case("jax", "nonesuch", "forward", spec)]
+    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", timed=False))
+    assert {row["status"] for row in rows} == {"unsupported"}
+    assert any("no kernel of this name" in row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize("flag, said", [
+    ("--kernels=nonesuch", "--kernels: 'nonesuch'"), ("--masks=causl", "--masks: 'causl'"),
+    ("--stack=numpy", "--stack: 'numpy'"), ("--seqlens=8Q", "--seqlens: '8Q'"), ("--passes=both", "--passes: 'both'"),
+    ("--kv_heads=3", "--kv_heads: 3"), ("--documents=web", "documents: 'web'"),
+    ("--documents=3+4", "--documents: 3+4 sums to 7"), ("--dtype=int8", "dtype"), ("--long_share=2", "long_share")])
+def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.dense", *FLAGS, "--seqlens=64", f"--out={tmp_path / 'r.jsonl'}", flag],
+        capture_output=True, text=True)
+    assert done.returncode != 0 and said in done.stderr + done.stdout
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_tokens():
+    assert [options.tokens(x) for x in ("100", "8K", "2m")] == [100, 8192, 2 << 20]

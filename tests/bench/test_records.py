@@ -1,0 +1,55 @@
+"""Records survive being cut short, and no key is there twice."""
+
+import json
+
+import pytest
+
+from bench import records
+
+
+def row(key, status="ok", **more):
+    return {"key": key, "kind": "attention", "case": {"mask": "full"}, "status": status,
+            "reason": "" if status == "ok" else "why", "environment": {}, **more}
+
+
+def test_rows_come_back_with_what_json_cannot_say(tmp_path):
+    with records.Writer(tmp_path / "new" / "r.jsonl") as writer:
+        writer.write(row("a", error=float("nan"), big=float("inf")))
+        assert records.read(writer.path)[0]["error"] == "nan"  # on disk before the file is closed
+    assert records.read(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_torn_last_line_is_measured_anew(tmp_path, cut):
+    path = tmp_path / "r.jsonl"
+    with records.Writer(path) as writer:
+        writer.write(row("a"))
+        writer.write(row("b"))
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [r["key"] for r in records.read(path)] == ["a"]
+    with records.Writer(path) as writer:
+        assert writer.keys == {"a"}
+        writer.write(row("b"))
+    assert [r["key"] for r in records.read(path)] == ["a", "b"]
+
+
+def test_a_key_is_taken_once(tmp_path):
+    with records.Writer(tmp_path / "r.jsonl") as writer:
+        writer.write(row("a"))
+        with pytest.raises(ValueError, match="key: 'a'"):
+            writer.write(row("a"))
+
+
+@pytest.mark.parametrize("bad, said", [
+    ({"status": "fine"}, "status: 'fine'"), ({"status": "timeout"}, "reason"), ({"key": None}, "lacks key")])
+def test_what_is_no_record_is_named(bad, said):
+    broken = {k: v for k, v in (row("a") | bad).items() if v is not None}
+    with pytest.raises(ValueError, match=said):
+        records.validate(broken)
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(row("a")) + "\n{\n" + json.dumps(row("b")) + "\n")
+    with pytest.raises(ValueError, match="r.jsonl:2"):
+        records.read(path)

@@ -1,0 +1,177 @@
+"""The report opens from any mix of records, failures among them, without a network; comparisons see beyond noise."""
+
+import csv
+import html.parser
+import io
+import re
+import shutil
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from bench import compare, engine
+from bench.cases import Case, ProblemSpec
+from bench.report import aggregate, page, pictures, tables
+from bench.report.write import write_report
+from bench.timing import Timing
+from workload.suite import ALL_BUILDERS
+
+FLOPS, PEAK = 10**9, 1e12
+
+
+def attention(stack, kernel, mask, seq_len, milliseconds=None, status="ok", reason="", seed=0, **more):
+    case = Case(stack, kernel, "forward", ProblemSpec(mask, seq_len, 0, 1, 4, 2, 64, "bfloat16", seed))
+    row = engine.new_row(case.key, "attention", case.record(), {"python": "3.12", "device": "<card & co>"})
+    row |= {"status": status, "reason": reason, "flops": FLOPS, "bytes": 10**6, "density": 0.5, "area": 5,
+            "tiles": {"tile": 128, "visited_area": 7, "waste": 1.4}, "source": "own"}
+    if milliseconds:
+        row |= {"seconds": Timing((milliseconds / 1e3,) * 3).record(), "warm_seconds": None, "errors": {"out": 1e-3},
+                "budget": {"out": 4e-3}, "compile_seconds": 1.0, "prepare_seconds": 0.1, "peak_bytes": 1 << 20}
+        row = engine.with_rates(row, PEAK)
+    return row | more
+
+
+def mixed():
+    parity = engine.new_row("parity/x", "parity", attention("jax", "naive", "full", 64)["case"], {})
+    passed = {"errors": {s: {"out": 1e-3} for s in ("jax", "torch", "cross")}, "budget": {"out": 2e-3},
+              "budget_cross": {"out": 4e-3}, "throughput_ratio": 1.25}
+    ceiling = {"peak_flops": PEAK, "bandwidth": 1e11}
+    return [
+        engine.new_row("ceiling/jax", "ceiling", {"stack": "jax", "dtype": "bfloat16"}, {}) | ceiling,
+        attention("jax", "naive", "full", 1024, 2.0), attention("jax", "naive", "full", 2048, 4.0),
+        attention("torch", "naive", "full", 1024, 3.0, flags=["1.30 x the same kernel's rate under the full mask"]),
+        attention("torch", "flex", "causal", 1024, status="timeout", reason="no answer within 3 s"),
+        attention("torch", "fa3", "causal", 1024, status="unsupported", reason="needs <a> Hopper & co"),
+        attention("jax", "sdpa", "causal", 1024, status="mismatch", reason="out: error inf > 0.004",
+                  errors={"out": "inf"}, budget={"out": 4e-3}),
+        attention("jax", "sdpa", "full_document", 1024, status="out_of_memory", reason="RESOURCE_EXHAUSTED"),
+        attention("jax", "sdpa", "full_document", 2048, status="error", reason="the worker died by signal 9"),
+        parity | passed,
+        parity | {"key": "parity/y", "status": "mismatch", "reason": "jax dq: error 1 > 0", "repeat": "python -m x"},
+        parity | {"key": "parity/z", "status": "unsupported", "reason": "jax: needs a GPU"},
+        engine.new_row("odd", "some_new_kind", {"scheme": "ring"}, {}),
+    ]
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags must close in order, and no address may leave the page."""
+
+    VOID = {"meta", "img", "br", "path", "use", "rect", "line", "circle", "image"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links = [], set(), set()
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids |= {values["id"]} if "id" in values else set()
+        self.links |= {v for k, v in values.items() if k in ("src", "href", "xlink:href") and v}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    target = tmp_path_factory.mktemp("report")
+    write_report(mixed(), target, Console(file=io.StringIO(), width=120))
+    return target
+
+
+def test_the_page_is_whole_and_self_contained(folder):
+    text = (folder / "report.html").read_text()
+    reader = Reader()
+    reader.feed(text)
+    assert not reader.open
+    assert all(link.startswith(("data:", "#")) for link in reader.links)
+    assert {link[1:] for link in reader.links if link.startswith("#")} <= reader.ids
+    assert "prefers-color-scheme: dark" in text and "@import" not in text and "url(http" not in text
+    assert text.count('<img alt="') == len(ALL_BUILDERS)
+    for said in ("needs &lt;a&gt; Hopper &amp; co", "no answer within 3 s", "signal 9", "RESOURCE_EXHAUSTED",
+                 "&lt;card &amp; co&gt;", "1 of 3 cells pass", "python -m x", "1.25"):
+        assert said in text, said
+
+
+def test_a_browser_opens_the_page(folder):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no headless browser here")
+    shot = folder / "shot.png"
+    subprocess.run(
+        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,2400",
+         f"--user-data-dir={folder / 'profile'}", f"--screenshot={shot}", (folder / "report.html").as_uri()],
+        capture_output=True, timeout=120, check=True)
+    assert shot.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("rows", [[], mixed()[:1], mixed()[5:6]])
+def test_the_page_opens_from_few_records(rows, tmp_path):
+    write_report(rows, tmp_path, Console(file=io.StringIO()))
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_csv_and_markdown_hold_every_row(folder):
+    lines = list(csv.DictReader(io.StringIO((folder / "report.csv").read_text())))
+    assert len(lines) == len(aggregate.attention_rows(mixed()))
+    assert float(lines[0]["milliseconds"]) == 2.0 and float(lines[0]["tflops_per_second"]) == 0.5
+    assert lines[3]["status"] == "timeout" and lines[3]["milliseconds"] == ""
+    text = (folder / "report.md").read_text()
+    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in text.split("\n\n")[1].splitlines()}
+    assert len(widths) == 1 and "| full |" in text
+
+
+def test_packs_are_pooled_by_total_time():
+    rows = [attention("jax", "naive", "full", 64, ms, seed=n) for n, ms in enumerate((1.0, 3.0))]
+    entry, = aggregate.entries(rows)
+    assert entry.packs == 2 and entry.rate == pytest.approx(2 * FLOPS / 4e-3)
+    assert entry.floor == pytest.approx(FLOPS / PEAK) and entry.bound == "arithmetic"
+
+
+def test_a_floor_may_be_memory():
+    rows = [attention("jax", "naive", "full", 64, 1.0), mixed()[0] | {"bandwidth": 1e8}]
+    entry = aggregate.entries(rows)[0]
+    assert entry.bound == "memory" and entry.floor == pytest.approx(10**6 / 1e8)
+    assert "10 x its floor" not in aggregate.cause(entry) and "128-tiles hold 1.40 x" in aggregate.cause(entry)
+
+
+def test_a_heat_map_shows_failures_by_name():
+    found = aggregate.entries(mixed())
+    figure = next(iter(pictures.heat_maps(found).values()))
+    shown = {t.get_text() for t in figure.axes[0].texts}
+    assert {"timeout", "WRONG", "memory", "–"} <= shown
+    pictures.plt.close("all")
+
+
+def test_worst_share_knows_a_nan():
+    row = {"errors": {"jax": {"out": "nan", "lse": 1e-9}}, "budget": {"out": 1.0, "lse": 1.0}}
+    assert tables.share(row, "jax") == "nan out"
+
+
+def test_a_capability_cell_has_its_reason():
+    _, columns, cells = aggregate.capability(aggregate.entries(mixed()))
+    assert "fa3 torch" in columns and cells["causal", "fa3 torch"][0] == "unsupported"
+    assert cells["full", "naive jax"][0] == "forward"
+
+
+@pytest.mark.parametrize("new_ms, spread, verdict", [
+    (2.02, 0.0, "same"), (2.3, 0.0, "slower"), (1.7, 0.0, "faster"), (2.3, 0.2, "same")])
+def test_compare_sees_beyond_noise(new_ms, spread, verdict):
+    old, new = attention("jax", "naive", "full", 64, 2.0), attention("jax", "naive", "full", 64, new_ms)
+    new["seconds"]["spread"] = spread
+    assert compare.compare([old], [new])[0].verdict == verdict
+
+
+def test_compare_sees_what_broke_and_what_went():
+    good, bad = attention("jax", "naive", "full", 64, 2.0), attention("jax", "naive", "full", 64, status="error",
+                                                                     reason="x")
+    assert compare.compare([good], [bad])[0].verdict == "broken"
+    assert compare.compare([bad], [good])[0].verdict == "mended"
+    assert compare.compare([good], [])[0].verdict == "missing" and compare.compare([], [good])[0].verdict == "new"
+    assert page.build([good]).count("<section") > 3

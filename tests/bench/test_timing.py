@@ -1,0 +1,123 @@
+"""The timing protocol and its plausibility checks; ids are those of faults seen in public."""
+
+import time
+
+import pytest
+
+from bench import attention_task, engine
+from bench.timing import Protocol, Timing, above_ceiling, above_dense, difference_sampler, measure, wall_sampler
+from workload.masks import causal
+from workload.problem import AttentionProblem
+
+
+def test_the_least_is_the_least():
+    """M13: "min" once printed the maximum."""
+    found = Timing((3.0, 1.0, 2.0)).record()
+    assert (found["min"], found["median"], found["max"]) == (1.0, 2.0, 3.0)
+
+
+def test_a_rate_above_the_peak_is_rejected():
+    """M3: 2,598 TFLOP/s above the roofline."""
+    row = {"flops": 2.598e12, "bytes": 1, "seconds": Timing((1e-3,)).record(), "status": "ok", "reason": ""}
+    rejected = engine.with_rates(row, 790e12)
+    assert rejected["status"] == "error" and "2598 TFLOP/s is above" in rejected["reason"]
+    assert engine.with_rates(row, 2.6e15)["status"] == "ok"
+    assert above_ceiling(791e12, 790e12) is None
+
+
+def test_a_time_the_timer_cannot_tell_is_no_rate():
+    row = {"flops": 1, "bytes": 1, "seconds": Timing((-1e-9,)).record(), "status": "ok", "reason": ""}
+    assert engine.with_rates(row, 1e15)["status"] == "error"
+
+
+def attention_row(mask, seconds, flops):
+    case = dict.fromkeys(("stack", "kernel", "pass", "seq_len", "q_len", "batch", "q_heads", "kv_heads", "head_dim",
+                          "dtype"), 1) | {"mask": mask}
+    row = {"case": case, "status": "ok", "reason": "", "flags": [], "flops": flops, "bytes": 1,
+           "seconds": Timing((seconds,)).record()}
+    return engine.with_rates(row, 1e15)
+
+
+def test_a_masked_rate_above_the_dense_rate_is_flagged():
+    """M4: a sparse backward of 693 above a dense one of 541."""
+    rates = {}
+    assert engine.flag(attention_row("full", 1.0, 541), rates)["flags"] == []
+    assert "1.28 x" in engine.flag(attention_row("causal", 1.0, 693), rates)["flags"][0]
+    assert engine.flag(attention_row("causal", 1.0, 590), rates)["flags"] == []
+    assert above_dense(1.2, 1.0) and not above_dense(1.05, 1.0)
+
+
+def test_warm_up_ends_when_steady_and_is_not_counted():
+    times = iter([9.0, 5.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.01])
+    found = measure(lambda n: next(times), Protocol(samples=2, seconds=60))
+    assert found.warmups == 6 and found.samples == (1.0, 1.01)
+
+
+def test_a_warm_up_that_never_settles_ends_too():
+    found = measure(lambda n: float(1 + n % 2), Protocol(samples=3, seconds=60, warmups=5))
+    assert found.warmups == 5 and len(found.samples) == 3
+
+
+def test_new_inputs_in_every_sample():
+    """M9: a result cached between calls."""
+    seen = []
+    measure(lambda n: seen.append(n) or 1.0, Protocol(samples=4))
+    assert seen == list(range(len(seen)))
+
+
+class Device:
+    """A queue of work on a clock of its own, as a GPU is: calls return at once, `finish` waits."""
+
+    def __init__(self):
+        self.busy_until = 0.0
+
+    def enqueue(self, seconds):
+        self.busy_until = max(self.busy_until, time.perf_counter()) + seconds
+        return self
+
+    def finish(self, _):
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
+
+
+def test_asynchronous_work_is_waited_for():
+    """M8: the dispatch was timed, not the work."""
+    device = Device()
+    times = [wall_sampler(lambda n, t=t: device.enqueue(t), device.finish)(0) for t in (0.001, 0.1)]
+    assert times[1] > 25 * times[0]
+
+
+def test_the_flush_is_outside_the_time():
+    """M7: the flush of the cache was counted; M6: a cold time is not the warm one."""
+    device, cache = Device(), []
+
+    def flush():
+        cache.clear()
+        return device.enqueue(0.004)
+
+    def call(n):
+        cold = not cache
+        cache.append(n)
+        return device.enqueue(0.003 if cold else 0.001)
+
+    cold = measure(difference_sampler(call, device.finish, flush, 5), Protocol(samples=3, steady=0.3))
+    assert cold.median == pytest.approx(0.003, rel=0.3)
+    warm = measure(difference_sampler(call, device.finish, None, 5), Protocol(samples=3, steady=0.3))
+    assert warm.median == pytest.approx(0.001, rel=0.5)
+    nothing = measure(difference_sampler(lambda n: device.enqueue(0.0), device.finish, flush, 10), Protocol(samples=3))
+    assert abs(nothing.median) < 5e-4
+
+
+@pytest.mark.parametrize("stack_name", ["jax", "torch"])
+def test_longer_work_times_longer_in_both_stacks(stack_name):
+    """M8, for real: the larger product has 512 times the FLOPs."""
+    stack = attention_task.stack_of(stack_name)
+    protocol = Protocol(samples=5, seconds=1.0)
+    small, large = (
+        measure(stack.sampler(stack.matmul(n, "float32")[0], True, 1e-3), protocol).minimum for n in (128, 1024))
+    assert large > 20 * small
+
+
+def test_flops_and_their_formula_are_those_of_the_mask():
+    """M1: causal FLOPs halved neither never nor twice."""
+    problem = AttentionProblem(causal(4, 4), head_dim=1)
+    assert (problem.flops("forward"), problem.flops("backward")) == (40, 100)
