@@ -8,6 +8,7 @@ takes 8K tokens of 64:8 heads in bfloat16. The record file of an earlier quick r
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 from rich.console import Console
@@ -22,8 +23,8 @@ from workload.problem import PASSES
 
 FOLDER = flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
 DEADLINE = flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
-CPU_SHAPE = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
-GPU_SHAPE = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+CPU_SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+GPU_SHAPE: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 CPU_LENGTHS, GPU_LENGTHS = (256, 640), (8192,)
 
 

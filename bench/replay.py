@@ -96,9 +96,9 @@ def define() -> None:
     flags.DEFINE_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
     flags.DEFINE_string("out", "out/replay.jsonl", "Record file: one JSON line a row.")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
-    for field in dataclasses.fields(Links):
-        unit = "seconds" if field.name.endswith("latency") else "bytes/s"
-        flags.DEFINE_float(f"link_{field.name}", field.default, f"{field.name.replace('_', ' ')}, {unit} a rank.")
+    for name, value in dataclasses.asdict(Links()).items():
+        unit = "seconds" if name.endswith("latency") else "bytes/s"
+        flags.DEFINE_float(f"link_{name}", value, f"{name.replace('_', ' ')}, {unit} a rank.")
 
 
 def cases_of(values: flags.FlagValues) -> list[cp.Case]:

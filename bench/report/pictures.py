@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -21,7 +22,7 @@ matplotlib.use("agg")  # no display is needed, or looked for
 INK = "#123456"  # stands for the page's text colour: replaced by currentColor in an inlined SVG
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#e07b39")
 DRAWN_TOKENS = 96
-DRAWN = {  # parameters that show a pattern's shape on 96 tokens
+DRAWN: dict[str, Any] = {  # parameters that show a pattern's shape on 96 tokens
     "documents": (34, 12, 26, 8, 16), "window": 12, "block": 8, "prefix_share": 0.3, "global_share": 0.08,
     "sparse_block": 8, "density": 0.3,
 }

@@ -162,7 +162,7 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
         rows = _padded(*rows, WIDE)
         q_len, kv_len = q.shape[1], k.shape[1]
         arrays = whole_rows(q, k, v, dout)
-        dq, dk, dv = key_major(*arrays, *rows, operands.backward, scale, operands.schedules.wide,
+        dq, dk, dv = key_major(*arrays, *rows, operands.backward, scale, operands.schedules.wide,  # type: ignore
                                grad_dtype=grad_dtype, with_dq=True)
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:

@@ -31,7 +31,8 @@ DYNAMIC = (
 def make(scheme, problem, world, kind="zigzag", granule=1, **options):
     names = ("ulysses", "window", "head_first", "ranks_per_node")
     topology = make_topology(scheme, world, **{n: options.pop(n) for n in names if n in options})
-    return make_schedule(scheme, problem, topology, *shardings(kind, problem.mask, topology, granule=granule), **options)
+    shards = shardings(kind, problem.mask, topology, granule=granule)
+    return make_schedule(scheme, problem, topology, *shards, **options)
 
 
 def problem_of(mask, **options):
