@@ -18,7 +18,7 @@ h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4
 p, li { max-width: 75ch; } .soft { color: var(--soft); } nav a { margin-right: 1rem; } a { color: inherit; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+th:first-child, td:first-child, .text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
 thead th { vertical-align: bottom; font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad);
   font-weight: 600; } .note { color: var(--note); } .none { color: var(--soft); }
 .masks { display: grid; grid-template-columns: repeat(auto-fill, minmax(135px, 1fr)); gap: .8rem; }
@@ -40,7 +40,9 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table; a cell that starts with "<td" is taken as it is, others are escaped."""
     def tag(x):
         return x if str(x).startswith("<td") else f"<td>{esc(x)}</td>"
-    heads = "".join(f"<th>{esc(h).replace('|', '<br>')}</th>" for h in head)
+    texts = {n for line in body for n, x in enumerate(line) if str(x).startswith('<td class="text')}
+    heads = "".join(
+        f'<th{" class=text" if n in texts else ""}>{esc(h).replace("|", "<br>")}</th>' for n, h in enumerate(head))
     lines = "".join("<tr>" + "".join(tag(x) for x in line) + "</tr>" for line in body)
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
 
@@ -119,7 +121,7 @@ def _rates(found) -> str:
             body = [[mask, *(_rate_cell(cells.get((mask, c)), unit, top) for c in shown)] for mask in masks]
             head = ["mask", *(c.replace(" ", "|") for c in shown)]
             parts.append(f"<h3>{esc(tables.heading(setting))}: {name}</h3>" + table(head, body))
-    note = ('<p class="soft">The darker a cell, the nearer to the fastest of its table. &ndash; is not supported; ! '
+    note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not supported; ! '
             "marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
     return note + "".join(parts) if parts else ""
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.report import aggregate, page, pictures, tables
+from bench.report import aggregate, context_parallel, page, pictures, tables, timeline
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
-    """Prints the tables, writes report.html, report.csv, report.md and the PNGs; returns the page's path."""
+    """Prints the tables, writes report.html, report.csv, report.md, PNGs and traces; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     tables.terminal(rows, console)
     found = aggregate.entries(rows)
@@ -18,8 +18,10 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
             pictures.save_png(figure, folder / f"{kind}_{number}.png")
             pictures.plt.close(figure)
     (folder / "report.csv").write_text(tables.as_csv(rows))
-    (folder / "report.md").write_text(tables.as_markdown(rows))
+    (folder / "report.md").write_text(tables.as_markdown(rows) + context_parallel.markdown(rows))
+    timeline.write_traces(rows, folder / "traces")
     target = folder / "report.html"
-    target.write_text(page.build(rows))
+    parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
+    target.write_text(page.build(rows, [parallel]))
     console.print(f"page: {target}")
     return target

@@ -1,0 +1,153 @@
+"""The context-parallel part of the page: efficiencies, their causes, timelines. From replay and real rows alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.report import page, pictures, timeline
+from bench.report.tables import grid, number
+
+Row = dict[str, Any]
+KINDS = ("replay", "context_parallel")
+MOST_PICTURES = 8
+
+
+def rows_of(rows: Sequence[Row]) -> list[Row]:
+    """The context-parallel rows."""
+    return [row for row in rows if row["kind"] in KINDS]
+
+
+def plan(row: Row) -> Row:
+    """What a row tells of its schedule."""
+    return row["schedule"] if "schedule" in row else row
+
+
+def efficiency(row: Row, which: str) -> float | None:
+    """T1 / (world * time) of a pass: measured on real ranks; of a replay with its predicted links."""
+    found = row.get("efficiency")
+    if not found:
+        return None
+    return found["predicted"][which] if row["kind"] == "replay" else found[which]
+
+
+def seconds(row: Row, which: str) -> float | None:
+    """Seconds of a pass: the slowest rank's; of a replay with its predicted links."""
+    if row["kind"] == "replay":
+        return row[which]["predicted"] if which in row else None
+    return row["seconds"][which]["median"] if "seconds" in row else None
+
+
+def cause(row: Row) -> str:
+    """Why a scheme is where it is, in words, from the row's own figures."""
+    if row["status"] != "ok":
+        return row["reason"]
+    told, reasons = plan(row), []
+    if told["step_balance"] < 0.9:
+        reasons.append(
+            f"at each step all ranks wait for the busiest: they work {told['step_balance']:.0%} of the time")
+        if told["total_balance"] > told["step_balance"] + 0.1:
+            reasons.append(f"although their totals are balanced to {told['total_balance']:.0%}")
+    if told["redundancy"] > 1.5:
+        reasons.append(f"{told['redundancy']:.3g} x the bytes that are needed travel")
+    for which in ("forward", "backward"):
+        if row["kind"] == "replay" and row[which]["predicted"]:
+            share = row[which]["exposed_links"] / row[which]["predicted"]
+            if share > 0.03:
+                reasons.append(f"{which}: links take {share:.0%} that no computation hides")
+    return "; ".join(reasons) or "balanced, little to wait for"
+
+
+HEAD = ("mask", "world", "scheme", "stack", "sharding", "tokens", "E forward", "E backward", "ms forward",
+        "ms backward", "balance by step", "balance in total", "wire MB forward", "redundancy", "from")
+
+
+def table_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a row, in `HEAD`'s columns."""
+    def text(x, form):
+        return "" if x is None else format(x, form)
+    body = []
+    for row in sorted(rows_of(rows), key=_order):
+        case, told = row["case"], plan(row)
+        spec = case["spec"]
+        line = [spec["mask"], str(case["world"]), case["scheme"], case["stack"], case["sharding"],
+                f"{spec['seq_len']:,}"]
+        if row["status"] != "ok":
+            body.append([*line, row["status"], *[""] * 7, row["kind"]])
+            continue
+        times = [seconds(row, w) for w in ("forward", "backward")]
+        body.append([
+            *line, *(text(efficiency(row, w), ".3f") for w in ("forward", "backward")),
+            *(text(t and t * 1e3, ".3f") for t in times), f"{told['step_balance']:.3f}", f"{told['total_balance']:.3f}",
+            number(told["wire_bytes"]["forward"] / 1e6), number(told["redundancy"]),
+            "replay" if row["kind"] == "replay" else "real",
+        ])
+    return body
+
+
+def _order(row):
+    case = row["case"]
+    return case["spec"]["mask"], case["world"], case["spec"]["seq_len"], case["scheme"], case["stack"]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table in Markdown; empty where there is no row."""
+    body = table_rows(rows)
+    return "### Context parallelism\n\n" + grid(HEAD, body) + "\n" if body else ""
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML: how to read it, the table with causes, the timelines."""
+    found = rows_of(rows)
+    if not found:
+        return ""
+    body = []
+    for line, row in zip(table_rows(rows), sorted(found, key=_order)):
+        cells = [f'<td class="{page.STATUS_CLASS.get(row["status"], "bad")}">{page.esc(x)}</td>' if n == 6 and
+                 row["status"] != "ok" else x for n, x in enumerate(line)]
+        body.append([*cells, f'<td class="text">{page.esc(cause(row))}</td>'])
+    return (
+        "<p>E is the time of one device for the whole problem over (ranks &times; the time of the slowest rank): 1 is "
+        "perfect. A <em>replay</em> runs every rank's local work on one device and adds the links that its flags "
+        "describe; <em>real ranks</em> are measured. <em>Balance by step</em> is what E can be at most where each step "
+        "ends when its busiest rank does, as a ring's steps do; <em>balance in total</em> where ranks only meet at the "
+        "end. Redundancy is bytes moved over bytes needed.</p>"
+        + _explanation(found) + page.table([*(h.replace(" ", "|") for h in HEAD), "why"], body) + _timelines(found)
+    )
+
+
+def _explanation(found: Sequence[Row]) -> str:
+    """Why ring falls behind on documents, said with the figures of the rows at hand."""
+    def at(scheme, masks):
+        here = [r for r in found if r["status"] == "ok" and r["case"]["scheme"] == scheme
+                and r["case"]["spec"]["mask"] in masks]
+        return max(here, key=lambda r: r["case"]["world"], default=None)
+    ring, dense = at("ring", ("causal_document", "full_document")), at("ring", ("causal", "full"))
+    if not ring:
+        return ""
+    told = plan(ring)
+    other = at("ulysses", (ring["case"]["spec"]["mask"],)) or at("all_gather", (ring["case"]["spec"]["mask"],))
+    text = (
+        f"Why a ring falls behind on documents: under {ring['case']['spec']['mask']} on {ring['case']['world']} ranks "
+        f"a step pairs each rank's queries with one other rank's keys, and most pairs share no document. Some pair "
+        f"does, and all ranks wait for it: the ranks work {told['step_balance']:.0%} of the time."
+    )
+    if dense:
+        text += f" Under {dense['case']['spec']['mask']} every pair has work, and the figure is " \
+                f"{plan(dense)['step_balance']:.0%}."
+    if other:
+        text += f" {other['case']['scheme']} meets once instead of at every step: {plan(other)['step_balance']:.0%}."
+    return f"<p><strong>{page.esc(text)}</strong></p>"
+
+
+def _timelines(found: Sequence[Row]) -> str:
+    drawable = [r for r in found if timeline.can_draw(r) and r["case"]["world"] <= timeline.MOST_RANKS]
+    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], r["case"]["world"], r["case"]["scheme"]))
+    parts = []
+    for row in drawable[:MOST_PICTURES]:
+        figure = timeline.picture(row)
+        parts.append(f"<h4>{page.esc(row['key'])}, forward</h4>{pictures.svg(figure)}")
+        pictures.plt.close(figure)
+    if not parts:
+        return ""
+    note = ("<p class='soft'>One line a rank. Blue computes (light: told by its cells, at the rate of the step's "
+            "busiest rank), yellow waits for the step's slowest rank, red are links that no computation hides.</p>")
+    return f"<h3>Timelines</h3>{note}{''.join(parts)}"
