@@ -177,18 +177,17 @@ def check(
     chosen = cases.from_record(case)
     ready, problem = _build(chosen, inputs), _problem(chosen.spec)
     stack, sample = stack_of(chosen.stack), sample_of(problem)
-    judged = Reference.load(reference)
+    judged = Reference.load(reference, OF_PASS[chosen.which])
     results = dict(zip(OF_PASS[chosen.which], ready.call(0), strict=True))
     got = {name: stack.take(sample.take(name, x, problem.group)) for name, x in results.items()}
     if keep:
         np.savez(keep, **got)
     measured = errors(got, judged.results)
-    budget = {name: judged.budget[name] for name in measured}
-    wrong = over_budget(measured, budget)
+    wrong = over_budget(measured, judged.budget)
     if not ready.output_moves:
         wrong.append(f"{next(iter(got))}: the same for different inputs")
     return {
-        "errors": measured, "budget": budget, "oracle": judged.oracle, "wrong": wrong, "source": ready.source,
+        "errors": measured, "budget": judged.budget, "oracle": judged.oracle, "wrong": wrong, "source": ready.source,
         "prepare_seconds": ready.prepare_seconds, "compile_seconds": ready.compile_seconds,
     }
 

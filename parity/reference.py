@@ -69,12 +69,12 @@ class Reference:
         np.savez(path, oracle=np.array(self.oracle), **self.results, **extra)
 
     @staticmethod
-    def load(path: str) -> "Reference":
-        """Reads what `save` wrote."""
+    def load(path: str, names: tuple[str, ...] = RESULTS) -> "Reference":
+        """Reads what `save` wrote, of some results."""
         with np.load(path) as held:
             return Reference(
-                {name: held[name] for name in RESULTS},
-                {name: float(held[f"budget_{name}"]) for name in RESULTS},
+                {name: held[name] for name in names},
+                {name: float(held[f"budget_{name}"]) for name in names},
                 str(held["oracle"]),
             )
 

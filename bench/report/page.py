@@ -121,8 +121,8 @@ def _rates(found) -> str:
             body = [[mask, *(_rate_cell(cells.get((mask, c)), unit, top) for c in shown)] for mask in masks]
             head = ["mask", *(c.replace(" ", "|") for c in shown)]
             parts.append(f"<h3>{esc(tables.heading(setting))}: {name}</h3>" + table(head, body))
-    note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not supported; ! '
-            "marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
+    note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
+            "supported; ! marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
     return note + "".join(parts) if parts else ""
 
 
