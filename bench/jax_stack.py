@@ -61,6 +61,10 @@ class Stack:
         """x in another array's dtype."""
         return x.astype(other.dtype)
 
+    def head(self, x: jax.Array, n: int, axis: int = 2) -> np.ndarray:
+        """Head n of the first batch entry, as float64 NumPy; one compilation serves all heads."""
+        return self.take(_head(x, n, axis))
+
     def random(self, problem: AttentionProblem) -> list[jax.Array]:
         """q, k, v, dout of a problem, standard normal, made on the device."""
         shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
@@ -138,6 +142,11 @@ class Stack:
 
     def release(self) -> None:
         """Gives unused memory back: live buffers are dropped with their last reference, nothing else to do."""
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _head(x, n, axis):
+    return jnp.take(x[0], n, axis=axis - 1)
 
 
 def set_threads() -> None:

@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -217,11 +217,12 @@ class Replay:
                 if each.key not in members:
                     members[each.key] = each, each.schedule()
         groups: dict[tuple, list[Member]] = {}
-        for case, schedule in members.values():
+        for case, schedule in sorted(members.values(), key=lambda m: m[0].world):  # T1 first: rows are written early
             groups.setdefault(shape_key(case, schedule, self._kernel(case)), []).append((case, schedule))
-        self._measure(list(groups.values()))
-        for key, one in ones.items():
-            self._write(members[key][0], self._row(*members[key], members[one.key]))
+        for measured in self._measure(list(groups.values())):
+            for case, schedule in measured:
+                if case.key in ones:
+                    self._write(case, self._row(case, schedule, members[ones[case.key].key]))
 
     def _kernel(self, case: cp.Case) -> str:
         return kernel_of(case, self.workers.environment(case.stack, self.settings.deadline).get("backend") != "cpu")
@@ -249,8 +250,8 @@ class Replay:
         bad = over_limit(errors, case.spec.dtype)
         return {"status": "mismatch", "reason": bad} if bad else None
 
-    def _measure(self, groups: Sequence[Sequence[Member]]) -> None:
-        """Builds `workers` groups at a time, each in a process of its own; then times them one after the other."""
+    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
+        """Builds `workers` groups at a time, each in its own process; times them one by one and yields each."""
         at_once = self.settings.workers
         for begin in range(0, len(groups), at_once):
             some = groups[begin : begin + at_once]
@@ -264,6 +265,7 @@ class Replay:
                         self._found[case.key] = found if isinstance(found, Failure) else \
                             found | {"runs": found["runs"][n]}
                     worker.kill()
+                    yield group
 
     def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
         return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],

@@ -35,13 +35,13 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
     """One kv head of the first batch entry; its query heads all add to dk and dv."""
     mask, group, scale = problem.mask, problem.group, problem.scale
     heads = range(kv_head * group, (kv_head + 1) * group)[: None if len(keys) else 1]
-    k, v = (stack.take(x[0, :, kv_head]) for x in inputs[1:3])
+    k, v = (stack.head(x, kv_head) for x in inputs[1:3])
     dk, dv = np.zeros((2, len(keys), k.shape[1]))
     got: dict[str, list[Any]] = {"out": [], "dq": []}
     want: dict[str, list[Any]] = {"out": [], "dq": []}
     for h in heads:
-        q, dout, out, dq = (stack.take(x[0, :, h]) for x in (inputs[0], inputs[3], results[0], results[2]))
-        lse = stack.take(results[1][0, h])
+        q, dout, out, dq = (stack.head(x, h) for x in (inputs[0], inputs[3], results[0], results[2]))
+        lse = stack.head(results[1], h, axis=1)
         mask_head = h * mask.heads // problem.q_heads
         seen = np.concatenate([mask.dense_rows(r, r + 1, mask_head) for r in rows])
         p = _softmax(np.where(seen, scale * (q[rows] @ k.T), -np.inf))
@@ -60,8 +60,8 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
     found = {name: relative_error(np.stack(got[name]), np.stack(want[name])) for name in got}
     if not len(keys):
         return found
-    found["dk"] = relative_error(stack.take(results[3][0, :, kv_head])[keys], dk)
-    found["dv"] = relative_error(stack.take(results[4][0, :, kv_head])[keys], dv)
+    found["dk"] = relative_error(stack.head(results[3], kv_head)[keys], dk)
+    found["dv"] = relative_error(stack.head(results[4], kv_head)[keys], dv)
     return found
 
 

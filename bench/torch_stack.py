@@ -61,6 +61,10 @@ class Stack:
         """x in another tensor's dtype."""
         return x.to(other.dtype)
 
+    def head(self, x: torch.Tensor, n: int, axis: int = 2) -> np.ndarray:
+        """Head n of the first batch entry, as float64 NumPy."""
+        return self.take(x[0].select(axis - 1, n))
+
     def random(self, problem: AttentionProblem) -> list[torch.Tensor]:
         """q, k, v, dout of a problem, standard normal, made on the device."""
         shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
