@@ -231,6 +231,41 @@ def ordered(cases: Iterable[Case]) -> list[Case]:
         c.spec.seq_len, c.spec.mask != "full", c.spec.label, c.kernel, c.which != "forward", c.stack))
 
 
+class Session(contextlib.ExitStack):
+    """A run that is open: its record file, workers, references and ceilings.
+
+    Raises ValueError where the file holds rows and `options.resume` is false.
+    """
+
+    def __init__(self, options: Options):
+        super().__init__()
+        self.options = options
+        self.writer = self.enter_context(open_records(options))
+        self.workers = self.enter_context(Workers(options.memory))
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="reference-"))
+        self.references = References(self.workers, Path(folder), options.deadline)
+        self._dense_rates: dict[tuple, float] = {}
+        self._ceilings: Ceilings | None = None
+
+    def start(self, cases: Sequence[Case]) -> None:
+        """Starts the workers that the cases need, measures the ceilings, reads the rates that the file has."""
+        stacks = sorted({case.stack for case in cases})
+        self.workers.start([*stacks, "judge"] if cases else [], self.options.deadline)
+        self._ceilings = Ceilings(self.workers, self.writer, stacks, self.options)
+        for dtype in sorted({case.spec.dtype for case in cases}) if self.options.timed else ():
+            self._ceilings.peak(dtype)
+        for row in records.read(self.options.out):
+            if row["kind"] == "attention":
+                flag(row, self._dense_rates)
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Measures a case and writes its row."""
+        ceilings = self._ceilings or Ceilings(self.workers, self.writer, [case.stack], self.options)
+        row = flag(measure_case(case, self.workers, self.references, ceilings, self.options), self._dense_rates)
+        self.writer.write(row)
+        return row
+
+
 def run(cases: Iterable[Case], options: Options, console: Console | None = None) -> list[dict[str, Any]]:
     """Measures the cases that the file does not have yet; returns all its rows.
 
@@ -238,26 +273,12 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
     """
     console = console or Console(highlight=False, soft_wrap=True)
     todo = ordered(cases)
-    with (
-        open_records(options) as writer,
-        Workers(options.memory) as workers,
-        tempfile.TemporaryDirectory(prefix="reference-") as folder,
-    ):
-        left = [case for case in todo if case.key not in writer.keys]
+    with Session(options) as session:
+        left = [case for case in todo if case.key not in session.writer.keys]
         console.print(f"{len(todo)} rows, {len(todo) - len(left)} of them done; records: {options.out}")
-        references = References(workers, Path(folder), options.deadline)
-        stacks = sorted({case.stack for case in left})
-        workers.start([*stacks, "judge"] if left else [], options.deadline)
-        ceilings = Ceilings(workers, writer, stacks, options)
-        for dtype in sorted({case.spec.dtype for case in left}) if options.timed else ():
-            ceilings.peak(dtype)
-        dense_rates: dict[tuple, float] = {}
-        for row in records.read(options.out):
-            if row["kind"] == "attention":
-                flag(row, dense_rates)
+        session.start(left)
         for number, case in enumerate(left, 1):
-            row = flag(measure_case(case, workers, references, ceilings, options), dense_rates)
-            writer.write(row)
+            row = session.measure(case)
             if row["status"] != "unsupported":
                 console.print(f"[{number}/{len(left)}] {line(row)}", markup=False)
     return records.read(options.out)

@@ -1,0 +1,94 @@
+"""Random problems through both stacks against the float64 reference, until the time is up.
+
+    python -m bench.fuzz --seconds=60 --seed=1
+
+Shapes, masks and their parameters, heads and dtypes are drawn from the seed; every kernel that takes a problem here
+runs it, forward and backward. Nothing is timed. Prints the case of every row that is wrong or fails, and exits with 1
+then; a problem is drawn again from its number alone: --seed and --first find it.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+
+from bench import engine, options
+from bench.cases import STACKS, Case, ProblemSpec, differing
+from workload.errors import Unsupported
+from workload.problem import PASSES
+from workload.suite import ALL_BUILDERS
+
+SECONDS = flags.DEFINE_float("seconds", 60.0, "No further problem is begun after this.", lower_bound=0)
+SEED = flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+FIRST = flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
+COUNT = flags.DEFINE_integer("count", 10_000, "Most problems.", lower_bound=1)
+LONGEST = flags.DEFINE_integer("longest", 400, "Longest sequence in tokens.", lower_bound=2)
+KERNELS = flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
+OUT = flags.DEFINE_string("out", "out/fuzz.jsonl", "Record file; replaced.")
+DEADLINE = flags.DEFINE_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
+
+
+def draw(seed: int, number: int, longest: int) -> ProblemSpec:
+    """Problem `number` of a seed: the same in every process."""
+    rng = np.random.Generator(np.random.PCG64([seed, number]))
+    seq_len = int(rng.integers(1, longest + 1))
+    q_len = 0 if rng.random() < 0.3 else int(rng.integers(1, longest + 1))
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    share = float(np.round(rng.random(), 2))
+    settings = differing(
+        window=int(rng.integers(0, seq_len + 2)), block=int(rng.integers(1, seq_len + 1)),
+        prefix_share=share, global_share=float(np.round(rng.random() ** 2, 2)), documents="pile",
+        cap=float(rng.choice([0.25, 1.0])), answers=int(rng.integers(1, 5)),
+        sparse_block=int(rng.choice([16, 64, 128])), density=float(rng.choice([0.1, 0.5, 1.0])),
+        sparse_causal=bool(rng.random() < 0.5))
+    return ProblemSpec(
+        str(rng.choice(ALL_BUILDERS)), seq_len, q_len, int(rng.integers(1, 3)), kv_heads * group, kv_heads,
+        int(rng.choice([16, 32, 64, 72, 128])), str(rng.choice(["float32", "bfloat16"])), number, settings)
+
+
+def rows_of(spec: ProblemSpec, kernels: tuple[str, ...]) -> list[Case]:
+    """Every kernel of both stacks on a problem, both passes."""
+    return [Case(stack, kernel, which, spec) for stack in STACKS for kernel in kernels
+            if kernel in options.KERNELS[stack] for which in PASSES]
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        kernels = options.choose("kernels", KERNELS.value, options.ALL_KERNELS)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    out = Path(OUT.value)
+    out.unlink(missing_ok=True)
+    settings = engine.Options(out, deadline=DEADLINE.value, timed=False)
+    began, number, ran, bad = time.monotonic(), FIRST.value, 0, []
+    with engine.Session(settings) as session:
+        while number < FIRST.value + COUNT.value and time.monotonic() - began < SECONDS.value:
+            spec = draw(SEED.value, number, LONGEST.value)
+            try:
+                spec.problem()
+            except (ValueError, Unsupported) as refused:
+                console.print(f"problem {number}: not drawn: {refused}", markup=False)
+                number += 1
+                continue
+            for case in rows_of(spec, kernels):
+                row = session.measure(case)
+                ran += row["status"] == "ok"
+                if row["status"] not in ("ok", "unsupported"):
+                    bad.append(row)
+                    console.print(f"problem {number}: {engine.line(row)}", markup=False)
+                    console.print(f"    again: python -m bench.fuzz --seed={SEED.value} --first={number} --count=1 "
+                                  f"--kernels={case.kernel}", markup=False)
+            number += 1
+    print(f"{number - FIRST.value} problems, {ran} rows right, {len(bad)} not")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    app.run(main)

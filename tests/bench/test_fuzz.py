@@ -1,0 +1,24 @@
+"""The fuzz draws the same problems everywhere, finds what is wrong, and says how to find it again."""
+
+import subprocess
+import sys
+
+from bench import fuzz, records
+from workload.problem import AttentionProblem
+
+
+def test_problems_are_drawn_from_their_number_alone():
+    drawn = [fuzz.draw(3, n, 200) for n in range(60)]
+    assert drawn == [fuzz.draw(3, n, 200) for n in range(60)]
+    assert len({spec.mask for spec in drawn}) > 9 and len({spec.dtype for spec in drawn}) == 2
+    assert any(spec.q_len > spec.seq_len for spec in drawn) and any(spec.kv_heads < spec.q_heads for spec in drawn)
+    assert all(isinstance(spec.problem(), AttentionProblem) for spec in drawn)
+
+
+def test_some_problems_are_right_in_both_stacks(tmp_path):
+    out = tmp_path / "f.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.fuzz", "--kernels=naive", "--count=3", "--longest=90", "--seed=5",
+         f"--out={out}"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "3 problems, 12 rows right, 0 not" in done.stdout, done.stdout + done.stderr
+    assert len(records.read(out)) == 12
