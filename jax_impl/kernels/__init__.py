@@ -4,7 +4,10 @@ import importlib
 
 from jax_impl.kernels.base import Kernel
 
-NAMES = ("naive", "sdpa", "cudnn", "fa1", "fa2", "fa3", "flashmask", "vsa", "triton_vsa", "fa2_sparse", "flashinfer")
+NAMES = (
+    "naive", "sdpa", "cudnn", "fa1", "fa2", "fa3", "flashmask",
+    "flex", "vsa", "triton_vsa", "fa2_sparse", "flashinfer",
+)
 
 
 def get(name: str) -> Kernel:

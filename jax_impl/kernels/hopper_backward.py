@@ -332,11 +332,16 @@ class _Consumer:
         rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
         lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
         logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-        p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_column(lse))
+        if policy.changes_scores:
+            scaled = logits * kernel.scale
+            p = jnp.exp2(policy.scores(scaled, head, place) * LOG2E - place.by_column(lse))
+        else:
+            p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_column(lse))
         if masked:
             p = jnp.where(policy.seen(rows, head, place), p, 0.0)
         delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
-        return p, p * (dp_ref[...] - place.by_column(delta))
+        ds = p * (dp_ref[...] - place.by_column(delta))
+        return p, policy.score_gradient(scaled, ds, head, place) if policy.changes_scores else ds
 
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""

@@ -196,10 +196,17 @@ class _Consumer:
 
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
         dp, logits = pl.run_scoped(gradient, tile, tile)
-        p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_row(lse))
+        policy = kernel.policy
+        if policy.changes_scores:
+            scaled = logits * kernel.scale
+            p = jnp.exp2(policy.scores(scaled, self.head, place) * LOG2E - place.by_row(lse))
+        else:
+            p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_row(lse))
         if masked:
-            p = jnp.where(kernel.policy.seen(self.rows, self.head, place), p, 0.0)
+            p = jnp.where(policy.seen(self.rows, self.head, place), p, 0.0)
         ds = p * (dp - place.by_row(delta))
+        if policy.changes_scores:
+            ds = policy.score_gradient(scaled, ds, self.head, place)
         plgpu.wgmma(dq_ref, ds.astype(kernel.dtype), s.k_s.at[slot])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.k_free.at[slot])

@@ -154,6 +154,11 @@ class _Forward:
     dtype: jnp.dtype
     out_dtype: jnp.dtype
 
+    @property
+    def unit(self) -> float:
+        """What the logits that the softmax sees are to be multiplied by."""
+        return 1.0 if self.policy.changes_scores else self.scale
+
     def body(self, q_g, k_g, v_g, *refs, **scratch):
         """One thread block: a row tile of one head."""
         *mask_refs, out_g, lse_g = refs
@@ -255,7 +260,7 @@ class _Consumer:
         some = weight > 0
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-        lse = top * self.kernel.scale + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
+        lse = top * self.kernel.unit + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
         s.lse_s[self.warpgroup] = jnp.where(some, lse, -jnp.inf)
         if self.kernel.out_dtype.itemsize == 2:
             s.q_s[self.warpgroup] = out.astype(self.kernel.out_dtype)
@@ -343,15 +348,20 @@ class _Consumer:
 
         mask_rows: what the element test needs of the rows, or None where the tile is full.
         """
-        base, masked = self.kernel.scale * LOG2E, mask_rows is not None
-        if masked:
+        policy, masked = self.kernel.policy, mask_rows is not None
+        base = self.kernel.unit * LOG2E
+        if masked or policy.changes_scores:
             column0 = self.s.column_s[self._slot(n)] * self.tiles.columns
             place = Place(self.row0, column0, self.tiles.rows, self.tiles.columns)
-            logits = jnp.where(self.kernel.policy.seen(mask_rows, self.head, place), logits, -jnp.inf)
+        if policy.changes_scores:
+            logits = policy.scores(logits * self.kernel.scale, self.head, place)
+        if masked:
+            logits = jnp.where(policy.seen(mask_rows, self.head, place), logits, -jnp.inf)
         plgpu.barrier_arrive(self.s.k_free.at[self._slot(n)])
         new_top = jnp.maximum(top, logits.max(axis=1))
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
-        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        hidden = masked or policy.changes_scores
+        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if hidden else new_top
         reference = reference * base
         alpha = jnp.exp2(top * base - reference)
         p = jnp.exp2(logits * base - lax.broadcast_in_dim(reference, logits.shape, [0]))

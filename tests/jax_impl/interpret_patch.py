@@ -185,8 +185,25 @@ def _store(*, reduction_op, src_transforms, dst_transforms, **options):
     return options["token"]
 
 
+def _outside_registers(check):
+    """A race check without registers: they belong to one warpgroup, and wgmma's writes to them are ordered."""
+    registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
+
+    def wrapped(self, thread, clock, buffer_key, *rest, **options):
+        if buffer_key.memory_space_id != registers:
+            check(self, thread, clock, buffer_key, *rest, **options)
+
+    return wrapped
+
+
+_check_read = _outside_registers(callbacks.GPURaceDetectionState.check_read)
+_check_write = _outside_registers(callbacks.GPURaceDetectionState.check_write)
+
+
 def install() -> None:
     """Extends the interpreter of this process."""
+    callbacks.GPURaceDetectionState.check_read = _check_read
+    callbacks.GPURaceDetectionState.check_write = _check_write
     callbacks.copy_smem_to_gmem = _store
     _Interpreter.interpret = _interpret_with_rules
     _Interpreter._interpret_wgmma_ref_p = _wgmma

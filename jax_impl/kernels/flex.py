@@ -1,0 +1,306 @@
+"""flex: the Hopper kernels under a traced predicate, and with traced logits, after FlexAttention (Dong et al., 2024).
+
+A predicate says which elements are visible, a score_mod changes logits; both are ordinary jnp functions of indices,
+traced into the kernels' bodies, and the backward pass differentiates score_mod by `jax.vjp` there:
+
+    mask_mod(batch, q_head, i, j, q_values, kv_values) -> bool
+    score_mod(score, batch, q_head, i, j, q_values, kv_values) -> score
+
+i, j are query and key indices of a tile, q_values and kv_values the elements of `q_arrays` and `kv_arrays` (int32, one
+value per query or key, such as document numbers) at i and j. Everything is elementwise.
+
+Which tiles are empty or full is found without a dense picture: from the intervals where the mask alone decides, else
+by evaluating the predicate a tile at a time, O(blocks) memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels import hopper_kernel, hopper_masks
+from jax_impl.kernels.base import Kernel
+from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
+from jax_impl.kernels.hopper_masks import COLUMN, ROW, Policy, Walk
+from workload.capability import ALL_STATIC
+from workload.masks import IntervalMask
+from workload.problem import AttentionProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate:
+    """A mask_mod, a score_mod (either may be None) and the arrays that they read; see the module's text."""
+
+    mask_mod: Callable | None = None
+    score_mod: Callable | None = None
+    q_arrays: tuple[np.ndarray, ...] = ()
+    kv_arrays: tuple[np.ndarray, ...] = ()
+
+
+def _position(i, offset: int):
+    """Key position of query i (bottom-right aligned); rows before the first key see nothing."""
+    return i + offset
+
+
+def _window(low: int | None, high: int | None, offset: int):
+    def mask_mod(b, h, i, j, q_values, kv_values):
+        p = _position(i, offset)
+        seen = p >= 0
+        if low is not None:
+            seen = seen & (j >= p - low)
+        return seen if high is None else seen & (j <= p + high)
+
+    return mask_mod
+
+
+def _prefix(prefix: int, offset: int):
+    def mask_mod(b, h, i, j, q_values, kv_values):
+        p = _position(i, offset)
+        return (p >= 0) & ((j <= p) | (j < prefix))
+
+    return mask_mod
+
+
+def _global_window(tokens: int, window: int, offset: int):
+    def mask_mod(b, h, i, j, q_values, kv_values):
+        p = _position(i, offset)
+        near = (j >= p - window) & (j <= p + window)
+        return (p >= 0) & ((p < tokens) | (j < tokens) | near)
+
+    return mask_mod
+
+
+def _document(causal: bool, offset: int):
+    def mask_mod(b, h, i, j, q_values, kv_values):
+        same = q_values[0] == kv_values[0]
+        return same & (j <= _position(i, offset)) if causal else same
+
+    return mask_mod
+
+
+def _intervals(b, h, i, j, q_values, kv_values):
+    seen = (q_values[0] <= j) & (j < q_values[1])
+    for start, end in zip(q_values[2::2], q_values[3::2], strict=True):
+        seen = seen | ((start <= j) & (j < end))
+    return seen
+
+
+def _document_numbers(mask: IntervalMask) -> tuple[np.ndarray, np.ndarray]:
+    """Document of each query (-1 before the first key) and of each key."""
+    of_key = np.repeat(np.arange(len(mask.params["lengths"])), mask.params["lengths"]).astype(np.int32)
+    position = np.arange(mask.q_len) + mask.kv_len - mask.q_len
+    return np.where(position < 0, -1, of_key[np.maximum(position, 0)]).astype(np.int32), of_key
+
+
+def predicate_of(mask: IntervalMask) -> Predicate:
+    """The mask as a predicate: arithmetic where the pattern is, document numbers, or its intervals as query arrays."""
+    offset, of = mask.kv_len - mask.q_len, mask.params
+    if mask.name == "full":
+        return Predicate()
+    if mask.name == "causal":
+        return Predicate(_window(None, 0, offset))
+    if mask.name in ("full_sliding_window", "causal_sliding_window"):
+        right = 0 if mask.name.startswith("causal") else of["window"]
+        return Predicate(_window(of["window"], right, offset))
+    if mask.name == "prefix_lm_causal":
+        return Predicate(_prefix(of["prefix"], offset))
+    if mask.name == "global_sliding_window":
+        return Predicate(_global_window(of["global_tokens"], of["window"], offset))
+    if mask.name in ("full_document", "causal_document"):
+        of_query, of_key = _document_numbers(mask)
+        return Predicate(_document(mask.name.startswith("causal"), offset), None, (of_query,), (of_key,))
+    return Predicate(_intervals, None, tuple(x for pair in zip(mask.starts, mask.ends, strict=True) for x in pair))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Listed(Policy):
+    """Column tiles as lists, for predicates that no run describes.
+
+    Attributes:
+      counts: int32 [tiles, 2]: partial and all column tiles of each row tile.
+      indices: int32 [tiles, longest list]: the column tiles, partial ones first.
+      order: as of `hopper_masks.Intervals`.
+    """
+
+    counts: jax.Array
+    indices: jax.Array
+    order: jax.Array
+
+    def operands(self):
+        return self.counts, self.indices, self.order
+
+    def row_tile(self, refs, head, place):
+        chosen = refs[2][place]
+        return jnp.where(chosen == 0, place, chosen - 1)
+
+    def walk(self, refs, head, tile):
+        return Walk(refs[0][tile, 0], refs[0][tile, 1], lambda n: refs[1][tile, n])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Traced(Policy):
+    """Tiles of another policy, elements by a predicate.
+
+    Attributes:
+      tiles: the policy that says which tiles are visited, `Intervals` or `Listed`.
+      row_arrays, column_arrays: int32 vectors padded to whole tiles.
+      mask_mod, score_mod: of the predicate, or None.
+      n_columns: true number of columns.
+      row_tokens, column_tokens: tile sizes.
+      transposed: whether rows are keys.
+    """
+
+    tiles: Policy
+    row_arrays: tuple[jax.Array, ...]
+    column_arrays: tuple[jax.Array, ...]
+    mask_mod: Callable | None = dataclasses.field(metadata={"static": True})
+    score_mod: Callable | None = dataclasses.field(metadata={"static": True})
+    n_columns: int = dataclasses.field(metadata={"static": True})
+    row_tokens: int = dataclasses.field(metadata={"static": True})
+    column_tokens: int = dataclasses.field(metadata={"static": True})
+    transposed: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def changes_scores(self):
+        """Whether there is a score_mod."""
+        return self.score_mod is not None
+
+    def operands(self):
+        return *self.tiles.operands(), *self.row_arrays, *self.column_arrays
+
+    def row_tile(self, refs, head, place):
+        return self.tiles.row_tile(refs, head, place)
+
+    def walk(self, refs, head, tile):
+        return self.tiles.walk(refs, head, tile)
+
+    def load_rows(self, refs, head, row0, rows):
+        first = len(refs) - len(self.row_arrays) - len(self.column_arrays)
+        vectors = refs[first : first + len(self.row_arrays)]
+        loaded = [plgpu.load(x.at[pl.ds(row0, rows)], layout=ROW, optimized=False) for x in vectors]
+        return loaded, refs[first + len(self.row_arrays) :]
+
+    def _elements(self, head, place, state=None):
+        """(batch, q_head, i, j, q_values, kv_values) of a tile."""
+        rows, columns = place.index(0), place.index(1)
+        row_values, column_values = (), ()
+        if state is not None:
+            here = pl.ds(place.column0, place.columns)
+            row_values = tuple(place.by_row(x) for x in state[0])
+            column_values = tuple(
+                place.by_column(plgpu.load(x.at[here], layout=COLUMN, optimized=False)) for x in state[1]
+            )
+        if self.transposed:
+            return head.batch, head.q, columns, rows, column_values, row_values
+        return head.batch, head.q, rows, columns, row_values, column_values
+
+    def seen(self, state, head, place):
+        inside = place.index(1) < self.n_columns
+        return inside if self.mask_mod is None else inside & self.mask_mod(*self._elements(head, place, state))
+
+    def scores(self, s, head, place):
+        return self.score_mod(s, *self._elements(head, place))
+
+    def score_gradient(self, s, ds, head, place):
+        elements = self._elements(head, place)
+        return jax.vjp(lambda score: self.score_mod(score, *elements), s)[1](ds)[0]
+
+
+def _pad(x: np.ndarray, tokens: int) -> np.ndarray:
+    return np.pad(np.asarray(x, np.int32), (0, -len(x) % tokens))
+
+
+def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
+    """int8 [q_tiles, kv_tiles]: 0 empty, 1 partial, 2 full, over all (batch, q_head) of `heads`; a tile at a time."""
+    (q_len, kv_len), (tile_q, tile_k) = shape, tiles
+    q_tiles, k_tiles = -(-q_len // tile_q), -(-kv_len // tile_k)
+    q_arrays = [jnp.asarray(_pad(x, tile_q)) for x in q_arrays]
+    kv_arrays = [jnp.asarray(_pad(x, tile_k)) for x in kv_arrays]
+
+    def one(number):
+        i = number // k_tiles * tile_q + jnp.arange(tile_q, dtype=jnp.int32)
+        j = number % k_tiles * tile_k + jnp.arange(tile_k, dtype=jnp.int32)
+        values = tuple(x[i][:, None] for x in q_arrays), tuple(x[j][None, :] for x in kv_arrays)
+        inside = (j < kv_len)[None, :]
+        some, every = jnp.bool_(False), jnp.bool_(True)
+        for b in range(heads[0]):
+            for h in range(heads[1]):
+                seen = jnp.broadcast_to(mask_mod(b, h, i[:, None], j[None, :], *values) & inside, (tile_q, tile_k))
+                real = (i < q_len)[:, None]
+                some, every = some | (seen & real).any(), every & (seen | ~real).all()
+        return some.astype(jnp.int8) + (some & every)
+
+    found = jax.jit(lambda: jax.lax.map(one, jnp.arange(q_tiles * k_tiles), batch_size=64))()
+    return np.asarray(found).reshape(q_tiles, k_tiles)
+
+
+def _listed(classes: np.ndarray, device) -> Listed:
+    """Lists of the visited tiles of each row of classes, partial ones first, heaviest rows first."""
+    key = np.where(classes == 0, 3, classes)  # partial 1, full 2, empty last
+    indices = np.argsort(key, axis=1, kind="stable").astype(np.int32)
+    counts = np.stack([(classes == 1).sum(axis=1), (classes > 0).sum(axis=1)], axis=1).astype(np.int32)
+    indices = np.where(np.arange(indices.shape[1]) < counts[:, 1:], indices, 0)
+    indices = indices[:, : max(1, counts[:, 1].max(initial=1))]
+    order = np.argsort(-(2 * counts[:, 1] + counts[:, 0]), kind="stable").astype(np.int32) + 1
+    return Listed(*(jax.device_put(np.ascontiguousarray(x), device) for x in (counts, indices, order)))
+
+
+def prepare(
+    problem: AttentionProblem,
+    device=None,
+    *,
+    predicate: Predicate | None = None,
+    per_head: bool = False,
+    deterministic: bool = False,
+    tiles: Tiles | None = None,
+) -> HopperOperands:
+    """Operands of the problem's mask as a predicate, or of a predicate of one's own.
+
+    Args:
+      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case.
+      per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
+      deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
+    """
+    given = predicate or Predicate()
+    own = given.mask_mod is not None
+    used = given if own else dataclasses.replace(predicate_of(problem.mask), score_mod=given.score_mod)
+    heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
+    by_key = None if own else problem.mask.transpose()
+
+    def rows_of(transposed, rows, columns):
+        lengths = (problem.kv_len, problem.q_len) if transposed else (problem.q_len, problem.kv_len)
+        if own:
+            sizes = (columns, rows) if transposed else (rows, columns)
+            shape = (problem.q_len, problem.kv_len)
+            classes = _classes(used.mask_mod, used.q_arrays, used.kv_arrays, shape, sizes, heads)
+            base = _listed(classes.T if transposed else classes, device)
+        else:
+            base = hopper_masks.intervals(by_key if transposed else problem.mask, rows, columns, device)
+        arrays = (used.kv_arrays, used.q_arrays) if transposed else (used.q_arrays, used.kv_arrays)
+        padded = (
+            tuple(jax.device_put(_pad(x, tokens), device) for x in of)
+            for of, tokens in zip(arrays, (rows, columns), strict=True)
+        )
+        return Traced(base, *padded, used.mask_mod, used.score_mod, lengths[1], rows, columns, transposed)
+
+    tiles = tiles or hopper_kernel.default_tiles(problem.head_dim)
+    return hopper_kernel.build(
+        functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
+    )
+
+
+KERNEL = Kernel(
+    "flex",
+    hopper_kernel.capability(ALL_STATIC, "own, Pallas Mosaic GPU, traced predicate"),
+    prepare,
+    hopper_kernel.forward,
+    hopper_kernel.backward,
+    lambda: hopper_kernel.missing_hardware(),  # looked up at the call, so that a test can stand in for the GPU
+)

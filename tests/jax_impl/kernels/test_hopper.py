@@ -1,0 +1,188 @@
+"""What the conformance suite does not ask of the Hopper kernels: partials, determinism, predicates, walks, lowering."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import kernels
+from jax_impl.kernels import fa3, flex, hopper_masks
+from jax_impl.kernels.flex import Predicate
+from jax_impl.kernels.hopper_forward import ForwardTiles
+from jax_impl.kernels.hopper_kernel import Tiles
+from tests import conformance
+from tests.jax_impl.interpret_patch import interpreted
+from workload import masks
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
+
+DTYPE = "bfloat16"
+BUDGET = 6e-3  # bfloat16 rounds a result to 2e-3; three times that
+
+
+def arrays(problem, seed=3):
+    """q, k, v, dout in the problem's dtype."""
+    return [jnp.asarray(x, problem.dtype) for x in conformance.inputs(problem, seed)]
+
+
+def passes(name, problem, inputs, operands, **options):
+    """out, lse, dq, dk, dv of a kernel in the interpreter."""
+    kernel, (q, k, v, dout) = kernels.get(name), inputs
+    forward = {"out_dtype": options["grad_dtype"]} if "grad_dtype" in options else {}
+    with interpreted():
+        out, lse = kernel.forward(q, k, v, operands, problem.scale, **forward)
+        grads = kernel.backward(q, k, v, out, lse, dout, operands, problem.scale, **options)
+    return out, lse, *grads
+
+
+def close(got, want, budget=BUDGET):
+    """Asserts the relative L2 error of each result."""
+    for label, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        error = conformance.relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64))
+        assert error <= budget, f"{label}: {error:.2e}"
+
+
+@pytest.mark.slow
+def test_partials_of_two_key_halves_add_up_in_float32():
+    mask = masks.causal(140, 200)
+    problem = AttentionProblem(mask, 1, 2, 1, 64, DTYPE)
+    inputs = q, k, v, dout = arrays(problem)
+    wide = [np.asarray(x, np.float64) for x in inputs]
+    want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
+    delta = jnp.einsum("bshd,bshd->bhs", jnp.asarray(want.out, jnp.float32), dout.astype(jnp.float32))
+    dq, sides = 0.0, []
+    for keys in (np.arange(72), np.arange(72, 200)):
+        part = AttentionProblem(mask.restrict(np.arange(140), keys), 1, 2, 1, 64, DTYPE)
+        kernel = kernels.get("flashmask")
+        with interpreted():
+            grads = kernel.backward(
+                q, k[:, keys], v[:, keys], None, jnp.asarray(want.lse, jnp.float32), dout,
+                kernel.prepare(part), problem.scale, grad_dtype=jnp.float32, delta=delta,
+            )
+        assert {g.dtype for g in grads} == {jnp.dtype("float32")}
+        dq, sides = dq + grads[0], [*sides, grads[1:]]
+    dk, dv = (jnp.concatenate(x, axis=1) for x in zip(*sides, strict=True))
+    for got, expected in ((dq, want.dq), (dk, want.dk), (dv, want.dv)):
+        assert conformance.relative_error(got, expected) < BUDGET
+
+
+def test_deterministic_backward_is_bit_equal_twice():
+    problem = AttentionProblem(masks.causal(70, 130), 1, 1, 1, 64, DTYPE)
+    inputs = arrays(problem)
+    operands = kernels.get("fa3").prepare(problem, deterministic=True)
+    first, second = (passes("fa3", problem, inputs, operands) for _ in range(2))
+    assert all(bool((a == b).all()) for a, b in zip(first, second, strict=True))
+    want = attention_oracle(*(np.asarray(x, np.float64) for x in inputs[:3]), problem.mask, problem.scale,
+                            np.asarray(inputs[3], np.float64))
+    close(first, (want.out, want.lse, want.dq, want.dk, want.dv))
+
+
+def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
+    problem = AttentionProblem(masks.full(60, 130), 1, 2, 1, 64, DTYPE)
+    group = np.arange(130) // 40
+    predicate = Predicate(
+        mask_mod=lambda b, h, i, j, q_values, kv_values: (q_values[0] == kv_values[0]) | (j % 3 == i % 3),
+        score_mod=lambda s, b, h, i, j, q_values, kv_values: 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j),
+        q_arrays=(group[:60],),
+        kv_arrays=(group,),
+    )
+    inputs = arrays(problem)
+    got = passes("flex", problem, inputs, flex.prepare(problem, predicate=predicate))
+    i, j = np.arange(60)[:, None], np.arange(130)[None, :]
+    seen = (group[:60][:, None] == group[None, :]) | (j % 3 == i % 3)
+
+    def dense(q, k, v):
+        s = jnp.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * problem.scale
+        heads = jnp.arange(2)[None, :, None, None]
+        s = jnp.where(seen, predicate.score_mod(s, 0, heads, i, j, (), ()), -jnp.inf)
+        return jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(s), v[:, :, 0]), jax.nn.logsumexp(s, axis=-1)
+
+    wide = [x.astype(jnp.float32) for x in inputs]
+    (out, lse), pull = jax.vjp(dense, *wide[:3])
+    close(got, (out, lse, *pull((wide[3], jnp.zeros_like(lse)))), 2 * BUDGET)
+
+
+@pytest.mark.parametrize("scale", [-0.2, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_scale_that_is_not_positive(scale):
+    problem = AttentionProblem(masks.causal(61, 70), 1, 2, 2, 64, DTYPE, scale)
+    inputs = arrays(problem)
+    got = passes("flashmask", problem, inputs, kernels.get("flashmask").prepare(problem))
+    wide = [np.asarray(x, np.float64) for x in inputs]
+    want = attention_oracle(*wide[:3], problem.mask, scale, wide[3])
+    close(got, (want.out, want.lse, want.dq, want.dk, want.dv))
+
+
+@pytest.mark.parametrize("name,arguments", [
+    ("full", ()), ("causal", ()), ("full_sliding_window", (50,)), ("causal_sliding_window", (37,)),
+    ("global_sliding_window", (70, 19)), ("prefix_lm_causal", (93,)),
+])
+@pytest.mark.parametrize("lengths", [(300, 300), (290, 411), (333, 201)])
+def test_walks_visit_every_tile_with_a_visible_cell_and_test_every_partial_one(name, arguments, lengths):
+    mask = masks.STATIC_MASKS[name](*lengths, *arguments)
+    classes = mask.tile_runs(128, 64).classes()
+    policies = [(hopper_masks.intervals(mask, 128, 64), classes)]
+    band = fa3.band_of(mask)
+    if band is not None:
+        policies.append((hopper_masks.Band(*band, *lengths, 128, 64), classes))
+    for policy, want in policies:
+        for tile in range(len(want)):
+            walk = policy.walk(policy.operands(), None, jnp.int32(tile))
+            columns = [int(walk.column(jnp.int32(n))) for n in range(int(walk.total))]
+            partial, full = columns[: int(walk.partial)], columns[int(walk.partial) :]
+            assert len(set(columns)) == len(columns)
+            assert set(full) == set(np.flatnonzero(want[tile] == 2))
+            assert set(partial) >= set(np.flatnonzero(want[tile] == 1))
+
+
+def test_classes_of_a_predicate_are_those_of_the_mask():
+    mask = masks.global_sliding_window(290, 411, 70, 19)
+    predicate = flex.predicate_of(mask)
+    found = flex._classes(predicate.mask_mod, (), (), (290, 411), (128, 64), (1, 1))
+    np.testing.assert_array_equal(found, mask.tile_runs(128, 64).classes())
+
+
+def lowered(name, problem, **options):
+    """Lowers both passes for a GPU; layouts, shared memory and TMA shapes are checked on the way."""
+    kernel, passes_options = kernels.get(name), {k: options.pop(k) for k in ("grad_dtype",) if k in options}
+    operands = kernel.prepare(problem, **options)
+
+    def struct(shape, dtype=problem.dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q, k, lse = struct(problem.q_shape), struct(problem.kv_shape), struct(
+        (problem.batch, problem.q_heads, problem.q_len), "float32"
+    )
+    forward = {"out_dtype": passes_options["grad_dtype"]} if passes_options else {}
+    for f, args in (
+        (lambda q, k, v, o: kernel.forward(q, k, v, o, problem.scale, **forward), (q, k, k, operands)),
+        (
+            lambda q, k, v, out, lse, dout, o: kernel.backward(
+                q, k, v, out, lse, dout, o, problem.scale, **passes_options
+            ),
+            (q, k, k, q, lse, q, operands),
+        ),
+    ):
+        assert "mosaic_gpu" in jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("kernel,mask,head_dim,options", [
+    ("fa3", masks.causal(1003, 2001), 128, {}),
+    ("fa3", masks.full(1024, 1024), 128, {"tiles": Tiles(forward=ForwardTiles(columns=192, turns=True))}),
+    ("fa3", masks.full_sliding_window(1003, 2001, 300), 64, {"deterministic": True}),
+    ("flashmask", masks.shared_question(1003, 2001, [[500, 700, 801]]), 128, {"grad_dtype": jnp.float32}),
+    ("flashmask", masks.global_sliding_window(1003, 2001, 100, 70), 64, {"deterministic": True}),
+    ("flex", masks.causal_document(1003, 2001, [500, 700, 801]), 128, {"deterministic": True}),
+])
+def test_lowers_for_a_gpu(kernel, mask, head_dim, options):
+    lowered(kernel, AttentionProblem(mask, 2, 4, 2, head_dim, "float16"), **options)
+
+
+def test_the_race_detector_finds_none(capfd):
+    problem = AttentionProblem(masks.causal(70, 130), 1, 2, 1, 64, DTYPE)
+    q, k, v, dout = arrays(problem)
+    kernel = kernels.get("flashmask")
+    operands = kernel.prepare(problem)
+    with interpreted(detect_races=True):
+        out, lse = kernel.forward(q, k, v, operands, problem.scale)
+        jax.block_until_ready(kernel.backward(q, k, v, out, lse, dout, operands, problem.scale))
+    assert "RACE" not in capfd.readouterr().out
