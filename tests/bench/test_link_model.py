@@ -1,0 +1,82 @@
+"""The clock of a predicted job, on schedules small enough to play by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bench.link_model import Links, collective_seconds, level_of_hop, predict
+from workload import masks
+from workload.problem import AttentionProblem
+from workload.schedule import make_schedule
+from workload.sharding import shardings
+from workload.topology import Hop, make_topology
+
+FREE = Links(0.0, 1e30, 0.0, 1e30)
+
+
+def signature_of(scheme, world, **grid):
+    problem = AttentionProblem(masks.full(96, 96), 1, 8, 4, 16)
+    topology = make_topology(scheme, world, **grid)
+    return make_schedule(scheme, problem, topology, *shardings("contiguous", problem.mask, topology)).signature
+
+
+@pytest.mark.parametrize("scheme,world,grid", [
+    ("ring", 4, {}), ("loongtrain", 8, {"ulysses": 2, "window": 2}), ("ulysses", 4, {}), ("all_gather", 3, {})])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_links_that_cost_nothing_leave_the_local_work(scheme, world, grid, which):
+    signature = signature_of(scheme, world, **grid)
+    compute = np.arange(1.0, len(signature.steps) + 1).tolist()
+    found = predict(signature, which, compute, FREE)
+    assert found.total == pytest.approx(sum(compute)) and found.exposed == pytest.approx(0)
+
+
+def test_a_ring_hides_what_is_shorter_than_a_step_and_shows_the_rest():
+    """Four steps of 1 s, two tensors a hop: hops of 0.6 s hide behind steps, of 1.5 s each of three adds 0.5 s."""
+    signature = signature_of("ring", 4)
+    hidden = Links(0.3, 1e30, 0.3, 1e30)
+    assert predict(signature, "forward", [1.0] * 4, hidden).total == pytest.approx(4.0)
+    shown = Links(0.75, 1e30, 0.75, 1e30)
+    assert predict(signature, "forward", [1.0] * 4, shown).total == pytest.approx(4 + 3 * 0.5)
+
+
+def test_backward_shows_the_way_home():
+    """Sums leave one step behind and wait for the keys' hop; the last hop home is hidden by nothing."""
+    signature = signature_of("ring", 2)
+    links = Links(0.25, 1e30, 0.25, 1e30)
+    assert predict(signature, "backward", [1.0, 1.0], links).total == pytest.approx(2 + 0.5)
+
+
+def test_a_double_ring_has_a_window_to_hide_a_slow_link():
+    """2 windows of 4 on 2 nodes: the slow hop of 2 s hides behind a window of 4 s; a flat ring waits at each step."""
+    links = Links(0.0, 1e30, 1.0, 1e30)
+    double = predict(signature_of("loongtrain", 8, ulysses=1, window=4, ranks_per_node=4), "forward", [1.0] * 8, links)
+    flat = predict(signature_of("ring", 8, ranks_per_node=4), "forward", [1.0] * 8, links)
+    assert double.total == pytest.approx(8.0) and flat.total == pytest.approx(8 + 7.0)
+
+
+def test_levels_follow_the_nodes():
+    signature = signature_of("usp", 8, ulysses=2, ranks_per_node=4)
+    assert level_of_hop(signature, Hop(0, 1)) == "outer"
+    assert level_of_hop(dataclasses.replace(signature, topology=dataclasses.replace(
+        signature.topology, ranks_per_node=8)), Hop(0, 1)) == "inner"
+
+
+def test_all_to_all_uses_both_levels_at_once():
+    """Group of 4 on two nodes of 2: one peer inside, two outside; each piece a quarter of the operand."""
+    signature = signature_of("ulysses", 4, ranks_per_node=2)
+    collective = signature.collectives("forward")[0]
+    piece = collective.operand_bytes / 4
+    links = Links(0.0, 10.0, 0.0, 5.0)
+    assert collective_seconds(signature, collective, links) == pytest.approx(2 * piece / 5)
+
+
+@pytest.mark.parametrize("name,value", [("inner_bandwidth", 0.0), ("outer_latency", -1.0)])
+def test_impossible_links_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Links(**{name: value})
+
+
+def test_compute_needs_a_time_for_each_step():
+    with pytest.raises(ValueError, match="steps"):
+        predict(signature_of("ring", 4), "forward", [1.0], FREE)

@@ -1,0 +1,109 @@
+"""A replay computes the whole problem, and says what its local work costs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bench import records, replay, replay_task
+from bench.cases import ProblemSpec
+from bench.context_parallel_cases import Case
+from bench.engine import Options, Workers, open_records
+from bench.link_model import Links
+from bench.spot_check import spot_errors
+from bench.timing import Protocol
+from parity.compare import relative_error
+from parity.inputs import make_inputs
+from workload.oracle import attention_oracle
+
+SETTINGS = (("block", 8), ("density", 0.5), ("documents", (3, 40, 0, 20)), ("sparse_block", 9), ("window", 11))
+CASES = [
+    ("ring", "causal_document", 3, "zigzag", {}), ("ulysses", "global_sliding_window", 4, "contiguous", {}),
+    ("all_gather", "uniform_block", 3, "balanced", {}), ("usp", "block_causal_document", 4, "striped", {"ulysses": 2}),
+    ("loongtrain", "variable_block", 8, "zigzag", {"ulysses": 2, "window": 2}),
+]
+
+
+def case_of(stack, scheme, mask, world, kind, grid):
+    spec = ProblemSpec(mask, 63, 0, 2, 6, 3, 8, "float32", 3, SETTINGS)
+    return Case(stack, scheme, spec, world, kind, **grid)
+
+
+@pytest.mark.parametrize("stack", ["jax", "torch"])
+@pytest.mark.parametrize("scheme,mask,world,kind,grid", CASES)
+def test_outputs_equal_the_dense_oracle(stack, scheme, mask, world, kind, grid):
+    case = case_of(stack, scheme, mask, world, kind, grid)
+    schedule = case.schedule()
+    arrays = make_inputs(schedule.problem, case.spec.inputs())
+    got = replay_task.outputs(stack, schedule, "naive", arrays)
+    want = attention_oracle(arrays["q"], arrays["k"], arrays["v"], schedule.problem.mask, schedule.problem.scale,
+                            arrays["dout"])
+    for name, x in got.items():
+        assert relative_error(x, getattr(want, name)) < 1e-6, name
+
+
+def test_a_wrong_local_mask_is_noticed():
+    """The comparison can fail: with the masks of another step the outputs are not the oracle's."""
+    case = case_of("jax", *CASES[0])
+    schedule = case.schedule()
+
+    class Wrong(type(schedule)):
+        def local_problem(self, step, rank):
+            return super().local_problem((step + 1) % len(self.signature.steps), rank)
+
+    wrong = Wrong(schedule.signature, schedule.problem, schedule.q_sharding, schedule.kv_sharding)
+    arrays = make_inputs(schedule.problem, case.spec.inputs())
+    want = attention_oracle(arrays["q"], arrays["k"], arrays["v"], schedule.problem.mask, schedule.problem.scale)
+    assert relative_error(replay_task.outputs("jax", wrong, "naive", arrays)["out"], want.out) > 0.1
+
+
+@pytest.mark.parametrize("mask", ["causal_document", "variable_block"])
+def test_spot_check_sees_a_wrong_row_and_a_wrong_key(mask):
+    case = case_of("jax", "ring", mask, 1, "contiguous", {})
+    stack, problem = replay_task.stack_of("jax"), case.spec.problem()
+    kernel = stack.kernel("naive")
+    inputs, operands = stack.random(problem), stack.prepare(kernel, problem)
+    out, lse = kernel.forward(*inputs[:3], operands, problem.scale)
+    grads = kernel.backward(*inputs[:3], out, lse, inputs[3], operands, problem.scale)
+    good = spot_errors(stack, problem, inputs, (out, lse, *grads))
+    assert set(good) == {"out", "dq", "dk", "dv"} and max(good.values()) < 1e-6
+    for n, name in ((0, "out"), (2, "dq"), (3, "dk"), (4, "dv")):
+        results = [out, lse, *grads]
+        results[n] = results[n] * 1.01
+        assert spot_errors(stack, problem, inputs, results)[name] > 5e-3
+
+
+def test_equal_local_problems_are_run_once():
+    causal = dataclasses.replace(case_of("jax", "ring", "causal", 4, "zigzag", {}),
+                                 spec=ProblemSpec("causal", 64, q_heads=2, kv_heads=1, head_dim=8, dtype="float32"))
+    works = replay_task.works_of(0, causal.schedule(), 0)
+    assert len(works) == 4 * 4 and len({w.key for w in works}) == 3  # own, from before, from behind
+
+
+def test_rows_tell_efficiency_and_a_refused_grid(tmp_path):
+    spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    cases = [Case("jax", "ring", spec, 2, "zigzag"), Case("jax", "usp", spec, 2, "zigzag", ulysses=3)]
+    settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), True, 2)
+    with open_records(Options(settings.out)) as writer, Workers() as workers:
+        replay.Replay(settings, workers, writer).run(cases)
+    rows = {row["case"]["scheme"]: row for row in records.read(settings.out)}
+    ring = rows["ring"]
+    assert ring["status"] == "ok", ring["reason"]
+    assert {(r["step"], r["rank"]) for r in ring["runs"]} == {(t, r) for t in range(2) for r in range(2)}
+    assert len(ring["forward"]["slowest"]) == 2 and ring["distinct"] == 3
+    one, both = ring["one_device"], ring["efficiency"]["compute"]
+    assert both["forward"] == pytest.approx(one["forward"]["seconds"] / (2 * ring["forward"]["compute"]))
+    assert ring["efficiency"]["predicted"]["both"] <= both["both"]
+    assert rows["usp"]["status"] == "unsupported" and "ulysses" in rows["usp"]["reason"]
+
+
+def test_slowest_rank_of_each_step_counts():
+    case = case_of("jax", "ring", "causal_document", 3, "zigzag", {})
+    schedule = case.schedule()
+    runs = [{"step": 0, "rank": 0, "forward": 1.0, "backward": 2.0}, {"step": 0, "rank": 1, "forward": 3.0,
+                                                                     "backward": 1.0}]
+    found = replay.summary(schedule, runs, (0.5, 0.25), Links(0.0, 1e30, 0.0, 1e30))
+    later = len(schedule.signature.steps) - 1
+    assert found["forward"]["compute"] == pytest.approx(3.0 + 0.5 * later)
+    assert found["backward"]["compute"] == pytest.approx(2.0 + 0.25 * later)
+    assert np.isclose(found["forward"]["predicted"], found["forward"]["compute"])
