@@ -89,7 +89,8 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
         return tuple(torch.zeros_like(x, dtype=t) for x, t in zip((q, k, v), wants, strict=True))
     dtype = _working(q, grad_dtype)
     rows = (0, -q.shape[1] % ROW_UNIT) if q.is_cuda else (0, 0)
-    padded = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, *rows))  # noqa: E731
+    # The GPU operator reads out as [B, S, H, D] rows whatever its strides say: hand it nothing else.
+    padded = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, *rows)).contiguous()  # noqa: E731
     qt, kt, vt, bias, some = _arguments(padded(q), k, v, operands, dtype)
     out, dout = (padded(x.to(dtype)).transpose(1, 2) for x in (out, dout))
     lse = lse.masked_fill(~some, torch.inf)  # exp(s - inf) is 0: an empty row adds nothing
