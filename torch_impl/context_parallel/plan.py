@@ -38,7 +38,8 @@ def make_plan(
       sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
       window: loongtrain's inner ring; the mesh's by default.
       granule: see `make_sharding`.
-      kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), triton_vsa (dynamic).
+      kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), triton_vsa (uniform
+        blocks), sdpa (variable blocks).
       skip, travel, with_lse: see `make_schedule`.
       head_groups: of ulysses and all_gather: some heads travel while others compute.
 
@@ -101,10 +102,12 @@ def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device,
 
 
 def default_kernel(mask, platform: str) -> str:
-    """The local kernel of a platform: naive on CPU, flashmask or triton_vsa on GPU."""
+    """The local kernel of a platform: naive on CPU; on GPU flashmask, or for blocks triton_vsa (uniform) or sdpa."""
     if platform == "cpu":
         return "naive"
-    return "triton_vsa" if isinstance(mask, BlockMask) else "flashmask"
+    if not isinstance(mask, BlockMask):
+        return "flashmask"
+    return "triton_vsa" if mask.name == "uniform_block" else "sdpa"
 
 
 def _topology(scheme: str, mesh: Mesh, window: int | None) -> Topology:

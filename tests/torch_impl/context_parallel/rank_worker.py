@@ -8,7 +8,7 @@ import torch
 
 from tests.schemes import Case, matrix
 from tests.torch_impl.context_parallel import cases
-from torch_impl import context_parallel, launch
+from torch_impl import context_parallel, kernels, launch
 from torch_impl.context_parallel.communicator import Communicator
 
 
@@ -76,6 +76,16 @@ def counted_bytes(job, everyone: Communicator) -> None:
     assert everyone.bytes == {"all_gather": 20, "all_to_all": 24, "reduce_scatter": 32, "permute": 36}
 
 
+def other_local_kernels(job, everyone: Communicator) -> None:
+    """Any local kernel that takes the mask: Triton's in its interpreter, and one of PyTorch's own."""
+    takes = [("sdpa", "variable_block"), ("sdpa", "prefix_lm_causal")]
+    takes += [("flashmask", "global_sliding_window")] if kernels.get("flashmask").available() is None else []
+    for kernel, mask in takes:
+        case = Case("usp", mask, 4, 61, 61, (4, 2), (("ulysses", 2),), "zigzag", (("kernel", kernel),), head_dim=16)
+        wrong = cases.judge(case, cases.run_rank(case, job, job.rank))
+        assert not wrong, wrong
+
+
 def repeats(job, everyone: Communicator) -> None:
     """A10, D11: a case twenty times is bit-identical."""
     case = Case("loongtrain", "causal_document", 4, grid=(("ulysses", 1), ("window", 2)))
@@ -86,7 +96,7 @@ def repeats(job, everyone: Communicator) -> None:
 
 
 CHECKS = (strided_operand, many_operands, two_groups_in_flight, memory_under_pressure, permutation_of_two_cycles,
-          counted_bytes, repeats)
+          counted_bytes, other_local_kernels, repeats)
 
 
 def main(mode: str, stride: int, worlds: tuple[int, ...]) -> None:

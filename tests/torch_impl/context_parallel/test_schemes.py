@@ -331,3 +331,50 @@ def test_head_groups_that_cannot_be(scheme, mask, groups, why):
     problem = Case(scheme, mask, 2).problem
     with pytest.raises(RuntimeError, match=f"head_groups {groups}: {why}"):
         on_ranks(scheme, 2, {}, problem, lambda plan: None, head_groups=groups)
+
+
+@every_scheme
+def test_training_step(scheme, grid):
+    """A layer with rotary embeddings, a projection of q, k, v and of out, and a mean loss: sharded as whole.
+
+    Rotary embeddings take the global positions of `positions`, the loss is `token_mean`, and the parameters' gradients,
+    summed over the ranks, are those of one device.
+    """
+    s, heads, d, width = 21, 4, 8, 12
+    g = torch.Generator().manual_seed(3)
+    x, target = torch.randn(1, s, width, generator=g), torch.randn(1, s, width, generator=g)
+    weights = [torch.randn(width, 3 * heads * d, generator=g) / 4, torch.randn(heads * d, width, generator=g) / 4]
+    mask = masks.causal_document(s, s, [5, 0, 16])
+    problem = AttentionProblem(mask, 1, heads, heads, d, "float32")
+
+    def rotated(y, at):
+        angle = at.clamp(min=0)[:, None, None] * 10.0 ** -torch.arange(d // 2)
+        a, b = y.chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    def losses(x, target, at, attend, w_in, w_out):
+        q, k, v = (x @ w_in).unflatten(-1, (3, heads, d)).unbind(2)
+        out = attend(rotated(q, at), rotated(k, at), v).flatten(2)
+        return ((out @ w_out - target) ** 2).mean(dim=-1)
+
+    def work(plan):
+        mine = [w.clone().requires_grad_() for w in weights]
+        at = context_parallel.positions(plan)
+        part = losses(context_parallel.shard(x, plan), context_parallel.shard(target, plan), at,
+                      lambda q, k, v: context_parallel.attend(q, k, v, plan), *mine)
+        loss = context_parallel.token_mean(part, plan)
+        loss.backward()
+        return loss.item(), [w.grad for w in mine]
+
+    def dense(q, k, v):
+        seen = torch.from_numpy(mask.dense())
+        logits = torch.einsum("bihd,bjhd->bhij", q, k) * d**-0.5
+        return torch.einsum("bhij,bjhd->bihd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    whole = [w.clone().requires_grad_() for w in weights]
+    loss = losses(x, target, torch.arange(s), dense, *whole).mean()
+    loss.backward()
+    got = on_ranks(scheme, 4, grid, problem, work)
+    assert [n for n, _ in got] == pytest.approx([loss.item()] * 4, rel=1e-5)
+    for n, w in enumerate(whole):
+        torch.testing.assert_close(sum(grads[n] for _, grads in got), w.grad, rtol=1e-4, atol=1e-6)
