@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ from rich.console import Console
 
 from bench import environment, records
 from bench.cases import STACKS, Case
-from bench.timing import Protocol, above_ceiling, above_dense
+from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
 from bench.workers import Failure, Worker
 
 TASKS = "bench.attention_task"
+GPU_BACKENDS = ("gpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Workers(contextlib.ExitStack):
 
 def on_gpu(workers: Workers, deadline: float) -> bool:
     """Whether both stacks find a GPU."""
-    return all(workers.environment(s, deadline).get("backend") in ("gpu", "cuda") for s in STACKS)
+    return all(workers.environment(s, deadline).get("backend") in GPU_BACKENDS for s in STACKS)
 
 
 class References:
@@ -207,21 +209,25 @@ def dense_key(case: dict[str, Any]) -> tuple:
         "stack", "kernel", "pass", "seq_len", "q_len", "batch", "q_heads", "kv_heads", "head_dim", "dtype"))
 
 
-def flag(row: dict[str, Any], dense_rates: dict[tuple, float]) -> dict[str, Any]:
-    """The row, flagged where its rate is above 1.1 x that of the same kernel under the full mask; learns such rates.
+def flag(row: dict[str, Any], seen: dict[tuple, float]) -> dict[str, Any]:
+    """The row, flagged where its figures do not fit those of rows before it, which it adds itself to (`seen`).
 
-    The fastest sample under the full mask is held against the median here: noise flags nothing.
+    A rate above 1.1 x that of the same kernel under the full mask (its fastest sample against the median here: noise
+    flags nothing); on a GPU, a backward pass that takes less than 1.5 or more than 5 times its forward.
     """
     if row["status"] != "ok" or "rate" not in row:
         return row
-    key = dense_key(row["case"])
-    if row["case"]["mask"] == "full":
-        dense_rates[key] = row["flops"] / row["seconds"]["min"]
-    elif key in dense_rates:
-        complaint = above_dense(row["rate"], dense_rates[key])
-        if complaint:
-            return row | {"flags": [*row["flags"], complaint]}
-    return row
+    case, key, complaints = row["case"], dense_key(row["case"]), []
+    problem = tuple(json.dumps(v) for k, v in sorted(case.items()) if k != "pass")
+    if case["mask"] == "full":
+        seen[key] = row["flops"] / row["seconds"]["min"]
+    elif key in seen:
+        complaints.append(above_dense(row["rate"], seen[key]))
+    if case["pass"] == "forward":
+        seen[problem] = row["seconds"]["median"]
+    elif problem in seen and row["environment"].get("backend") in GPU_BACKENDS:
+        complaints.append(unusual_ratio(row["seconds"]["median"], seen[problem]))
+    return row | {"flags": [*row["flags"], *filter(None, complaints)]}
 
 
 def ordered(cases: Iterable[Case]) -> list[Case]:
@@ -244,7 +250,7 @@ class Session(contextlib.ExitStack):
         self.workers = self.enter_context(Workers(options.memory))
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="reference-"))
         self.references = References(self.workers, Path(folder), options.deadline)
-        self._dense_rates: dict[tuple, float] = {}
+        self._seen: dict[tuple, float] = {}
         self._ceilings: Ceilings | None = None
 
     def start(self, cases: Sequence[Case]) -> None:
@@ -256,12 +262,12 @@ class Session(contextlib.ExitStack):
             self._ceilings.peak(dtype)
         for row in records.read(self.options.out):
             if row["kind"] == "attention":
-                flag(row, self._dense_rates)
+                flag(row, self._seen)
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Measures a case and writes its row."""
         ceilings = self._ceilings or Ceilings(self.workers, self.writer, [case.stack], self.options)
-        row = flag(measure_case(case, self.workers, self.references, ceilings, self.options), self._dense_rates)
+        row = flag(measure_case(case, self.workers, self.references, ceilings, self.options), self._seen)
         self.writer.write(row)
         return row
 

@@ -42,7 +42,8 @@ def draw(seed: int, number: int, longest: int) -> ProblemSpec:
         window=int(rng.integers(0, seq_len + 2)), block=int(rng.integers(1, seq_len + 1)),
         prefix_share=share, global_share=float(np.round(rng.random() ** 2, 2)), documents="pile",
         cap=float(rng.choice([0.25, 1.0])), answers=int(rng.integers(1, 5)),
-        sparse_block=block, sparse_minimum=max(1, min(block, seq_len, q_len or seq_len) // 2), density=float(rng.choice([0.1, 0.5, 1.0])),
+        sparse_block=block, sparse_minimum=max(1, min(block, seq_len, q_len or seq_len) // 2),
+        density=float(rng.choice([0.1, 0.5, 1.0])),
         sparse_causal=bool(rng.random() < 0.5))
     return ProblemSpec(
         str(rng.choice(ALL_BUILDERS)), seq_len, q_len, int(rng.integers(1, 3)), kv_heads * group, kv_heads,

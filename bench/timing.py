@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
 BASELINES = 5
+USUAL_RATIO = (1.5, 5.0)  # of a backward pass' time to its forward's: 2.5 times the FLOPs
 SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
 
 
@@ -170,3 +171,10 @@ def above_dense(rate: float, dense_rate: float) -> str | None:
     if rate > SPARSE_SLACK * dense_rate:
         return f"{rate / dense_rate:.2f} x the same kernel's rate under the full mask"
     return None
+
+
+def unusual_ratio(backward: float, forward: float) -> str | None:
+    """A flag for a backward pass whose time does not fit its forward's: a default configuration, or a fault."""
+    low, high = USUAL_RATIO
+    ratio = backward / forward
+    return None if low <= ratio <= high else f"backward takes {ratio:.3g} x the forward's time"

@@ -73,7 +73,8 @@ def test_a_fault_costs_one_row(tmp_path, monkeypatch):
     def ask(worker, name, deadline, **arguments):
         seed = arguments.get("case", {}).get("seed")
         if name.endswith(":check") and seed in FAULTS:
-            return asked(worker, f"tests.bench.faulty_tasks:{FAULTS[seed][0]}", 6.0)
+            task = FAULTS[seed][0]
+            return asked(worker, f"tests.bench.faulty_tasks:{task}", 6.0 if task == "hang" else 60.0)
         return asked(worker, name, deadline, **arguments)
 
     monkeypatch.setattr(engine.Worker, "ask", ask)

@@ -30,11 +30,11 @@ def test_a_time_the_timer_cannot_tell_is_no_rate():
     assert engine.with_rates(row, 1e15)["status"] == "error"
 
 
-def attention_row(mask, seconds, flops):
+def attention_row(mask, seconds, flops, which="forward", backend="cuda"):
     case = dict.fromkeys(("stack", "kernel", "pass", "seq_len", "q_len", "batch", "q_heads", "kv_heads", "head_dim",
-                          "dtype"), 1) | {"mask": mask}
-    row = {"case": case, "status": "ok", "reason": "", "flags": [], "flops": flops, "bytes": 1,
-           "seconds": Timing((seconds,)).record()}
+                          "dtype"), 1) | {"mask": mask, "pass": which}
+    row = {"case": case, "environment": {"backend": backend}, "status": "ok", "reason": "", "flags": [],
+           "flops": flops, "bytes": 1, "seconds": Timing((seconds,)).record()}
     return engine.with_rates(row, 1e15)
 
 
@@ -45,6 +45,16 @@ def test_a_masked_rate_above_the_dense_rate_is_flagged():
     assert "1.28 x" in engine.flag(attention_row("causal", 1.0, 693), rates)["flags"][0]
     assert engine.flag(attention_row("causal", 1.0, 590), rates)["flags"] == []
     assert above_dense(1.2, 1.0) and not above_dense(1.05, 1.0)
+
+
+def test_a_backward_that_does_not_fit_its_forward_is_flagged():
+    """L5: a backward 12 times slower than it need be."""
+    seen = {}
+    engine.flag(attention_row("causal", 1.0, 100), seen)
+    assert engine.flag(attention_row("causal", 12.0, 250, "backward"), seen)["flags"] == [
+        "backward takes 12 x the forward's time"]
+    assert engine.flag(attention_row("causal", 2.5, 250, "backward"), seen)["flags"] == []
+    assert engine.flag(attention_row("causal", 12.0, 250, "backward", "cpu"), seen)["flags"] == []
 
 
 def test_warm_up_ends_when_steady_and_is_not_counted():
@@ -109,11 +119,11 @@ def test_the_flush_is_outside_the_time():
 
 @pytest.mark.parametrize("stack_name", ["jax", "torch"])
 def test_longer_work_times_longer_in_both_stacks(stack_name):
-    """M8, for real: the larger product has 512 times the FLOPs."""
+    """M8, for real: the larger product has 4096 times the FLOPs."""
     stack = attention_task.stack_of(stack_name)
     protocol = Protocol(samples=5, seconds=1.0)
     small, large = (
-        measure(stack.sampler(stack.matmul(n, "float32")[0], True, 1e-3), protocol).minimum for n in (128, 1024))
+        measure(stack.sampler(stack.matmul(n, "float32")[0], True, 1e-3), protocol).minimum for n in (64, 1024))
     assert large > 20 * small
 
 
