@@ -10,6 +10,7 @@ rank, step and peer; what was left goes on in a new job. Without a GPU, ranks ar
 """
 
 import datetime
+import importlib
 import json
 import os
 import sys
@@ -39,6 +40,8 @@ def define() -> None:
     flags.DEFINE_list("worlds", ["2"], "Numbers of ranks.")
     flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
     flags.DEFINE_list("seqlens", ["16K"], "Lengths of the whole sequence in tokens: 8192, 8K, 1M.")
+    flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
+                         lower_bound=0)
     flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
     flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
     flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
@@ -81,7 +84,7 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
                             out.append(cp.Case(
                                 stack, scheme, spec, world, kind, values.ulysses if grid else 0,
                                 values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel,
-                                travel))
+                                travel, granule=values.granule))
     return out
 
 
@@ -155,12 +158,8 @@ class Jobs:
 
 
 def _launcher(stack: str):
-    """The stack's spawn; PyTorch's launcher holds the store, JAX's a free port."""
-    if stack == "torch":
-        from torch_impl import launch
-    else:
-        from jax_impl import launch
-    return launch
+    """The stack's launcher: PyTorch's holds the store that ranks meet at, JAX's finds a free port."""
+    return importlib.import_module(f"{stack}_impl.launch")
 
 
 def main(argv):

@@ -25,6 +25,7 @@ class Case:
       kernel: the local kernel, "" for the stack's default.
       travel: dtype of gradient sums in flight.
       head_groups: heads that travel while others compute, of the PyTorch stack's ulysses and all_gather; 1 for none.
+      granule: tokens that a sharding keeps together; 0 for a uniform dynamic mask's block, else 1.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -40,6 +41,7 @@ class Case:
     kernel: str = ""
     travel: str = "float32"
     head_groups: int = 1
+    granule: int = 0
 
     def __post_init__(self):
         for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", KINDS)):
@@ -55,6 +57,7 @@ class Case:
         extra = f"/{self.kernel}" if self.kernel else ""
         extra += "" if self.travel == "float32" else f"/travel-{self.travel}"
         extra += f"/groups{self.head_groups}" if self.head_groups > 1 else ""
+        extra += f"/granule{self.granule}" if self.granule else ""
         return f"{self.stack}/{self.scheme}{grid}/w{self.world}/{self.sharding}{extra}/{self.spec.label}"
 
     @property
@@ -63,14 +66,11 @@ class Case:
         return make_topology(self.scheme, self.world, ulysses=self.ulysses or None, window=self.window or None,
                              ranks_per_node=self.ranks_per_node)
 
-    def granule(self, problem: AttentionProblem) -> int:
-        """Tokens that a sharding keeps together: whole blocks of a uniform dynamic mask."""
-        return getattr(problem.mask, "block", None) or 1
-
     def schedule(self, problem: AttentionProblem | None = None) -> Schedule:
         """What the ranks execute."""
         problem, topology = problem or self.spec.problem(), self.topology
-        held = shardings(self.sharding, problem.mask, topology, granule=self.granule(problem))
+        granule = self.granule or getattr(problem.mask, "block", None) or 1
+        held = shardings(self.sharding, problem.mask, topology, granule=granule)
         return make_schedule(self.scheme, problem, topology, *held, travel=self.travel)
 
     def record(self) -> dict[str, Any]:

@@ -24,9 +24,10 @@ import numpy as np
 from absl import app, flags
 
 from bench import context_parallel_cases as cp
-from bench import engine, options, records
+from bench import engine, environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.link_model import Links, predict
+from bench.replay_task import works_of
 from bench.timing import Protocol
 from bench.workers import Failure, Worker
 from workload.capability import DYNAMIC_MASKS
@@ -39,6 +40,7 @@ from workload.topology import SCHEMES
 
 TASKS = "bench.replay_task"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
+TILE, MEMORY_BANDWIDTH = 128, 3.5e12  # of the estimate
 CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
@@ -53,6 +55,7 @@ class Settings:
       flop_limit: FLOPs of the longest pass that T1 may run.
       links: what links cost.
       check: whether a small replay is held to the oracle first.
+      rate: FLOP/s of a full tile for an estimate without a device, 0 to measure.
       workers: processes that build at the same time; what is timed is timed alone.
     """
 
@@ -65,6 +68,7 @@ class Settings:
     links: Links
     check: bool = True
     workers: int = 1
+    rate: float = 0.0
 
 
 def define() -> None:
@@ -76,6 +80,8 @@ def define() -> None:
     flags.DEFINE_list("worlds", ["8", "64"], "Numbers of ranks.")
     flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
     flags.DEFINE_string("tokens_per_rank", "8K", "Tokens a rank.")
+    flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
+                         lower_bound=0)
     flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
     flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
     flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
@@ -92,6 +98,8 @@ def define() -> None:
     flags.DEFINE_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
     flags.DEFINE_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time.", lower_bound=1)
+    flags.DEFINE_float("estimate_rate", 0.0, "Measure nothing: count visited tiles, at this rate in FLOP/s (6e14).",
+                       lower_bound=0)
     flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
     flags.DEFINE_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
     flags.DEFINE_string("out", "out/replay.jsonl", "Record file: one JSON line a row.")
@@ -116,7 +124,8 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
                     for kind in options.choose("sharding", values.sharding, KINDS):
                         out.append(cp.Case(
                             stack, scheme, spec, world, kind, values.ulysses if grid else 0,
-                            values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel))
+                            values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel,
+                            granule=values.granule))
     return out
 
 
@@ -125,7 +134,7 @@ def settings_of(values: flags.FlagValues) -> Settings:
     links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
     protocol = Protocol(samples=5, least=2, seconds=values.seconds, warmups=3)
     return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
-                    values.flop_limit, links, values.check, values.workers)
+                    values.flop_limit, links, values.check, values.workers, values.estimate_rate)
 
 
 def kernel_of(case: cp.Case, on_gpu: bool) -> str:
@@ -200,13 +209,16 @@ Member = tuple[cp.Case, Schedule]
 class Replay:
     """A run: groups cases by local shape, has workers build and then time them, writes rows."""
 
+    kind, timer = "replay", "wall time of batches from wait to wait, warm cache"
+
     def __init__(self, settings: Settings, workers: engine.Workers, writer: records.Writer):
         self.settings, self.workers, self.writer = settings, workers, writer
-        self._found: dict[str, dict[str, Any] | Failure] = {}
+        self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
+            row["key"]: row for row in records.read(writer.path) if row["status"] == "ok" and row["case"]["world"] == 1}
         self._checked: dict[tuple, Any] = {}
 
     def run(self, cases: Sequence[cp.Case]) -> None:
-        """Writes a row for each case that the file lacks; T1 of each problem is measured with them."""
+        """Writes a row for each case that the file lacks, and one for T1 of each problem."""
         members: dict[str, Member] = {}
         ones: dict[str, cp.Case] = {}
         for case in cases:
@@ -214,15 +226,14 @@ class Replay:
                 continue
             ones[case.key] = one_device(case, self.settings.flop_limit)
             for each in (case, ones[case.key]):
-                if each.key not in members:
+                if each.key not in members and each.key not in self._found:
                     members[each.key] = each, each.schedule()
         groups: dict[tuple, list[Member]] = {}
         for case, schedule in sorted(members.values(), key=lambda m: m[0].world):  # T1 first: rows are written early
             groups.setdefault(shape_key(case, schedule, self._kernel(case)), []).append((case, schedule))
         for measured in self._measure(list(groups.values())):
             for case, schedule in measured:
-                if case.key in ones:
-                    self._write(case, self._row(case, schedule, members[ones[case.key].key]))
+                self._write(case, self._row(case, schedule, ones.get(case.key, case)))
 
     def _kernel(self, case: cp.Case) -> str:
         return kernel_of(case, self.workers.environment(case.stack, self.settings.deadline).get("backend") != "cpu")
@@ -276,34 +287,82 @@ class Replay:
                            protocol=dataclasses.asdict(self.settings.protocol))
         return found if isinstance(found, Failure) else built | found
 
-    def _row(self, case: cp.Case, schedule: Schedule, one: Member) -> dict[str, Any]:
-        found, single = self._found[case.key], self._found[one[0].key]
+    def _row(self, case: cp.Case, schedule: Schedule, one: cp.Case) -> dict[str, Any]:
+        found, single = self._found[case.key], self._found[one.key]
         if isinstance(found, Failure):
             return dataclasses.asdict(found)
         row = cp.plan_of_schedule(schedule) | {"efficiency_bound": schedule.efficiency_bound} | found
         row |= summary(schedule, found["runs"], found["combine"], self.settings.links)
-        row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked[_check_key(case)],
-                "ranks_per_step": self.settings.ranks, "timer": "wall time of batches from wait to wait, warm cache"}
+        row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked.get(_check_key(case), {}),
+                "ranks_per_step": self.settings.ranks, "timer": self.timer}
         wrong = over_limit(found["spot_errors"], case.spec.dtype)
         if wrong:
             return row | {"status": "mismatch", "reason": wrong}
         if isinstance(single, Failure):
             return row | {"one_device": f"{single.status}: {single.reason}"}
-        single = one_device_seconds(case, one[0], single["runs"][0])
+        single = one_device_seconds(case, one, single["runs"][0])
         return row | {"one_device": single, "efficiency": efficiencies(row, single, case.world)}
+
+    def _environment(self, case: cp.Case) -> dict[str, Any]:
+        return self.workers.environment(case.stack, self.settings.deadline)
 
     def _write(self, case: cp.Case, found: dict[str, Any]) -> None:
         row = {
-            "key": case.key, "kind": "replay", "case": case.record(), "kernel": self._kernel(case), "status": "ok",
-            "reason": "", "environment": self.workers.environment(case.stack, self.settings.deadline),
+            "key": case.key, "kind": self.kind, "case": case.record(), "kernel": self._kernel(case), "status": "ok",
+            "reason": "", "environment": self._environment(case),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         } | found
         self.writer.write(row)
         print(line(row), flush=True)
 
 
+class Estimate(Replay):
+    """A replay without a device: the time of a local problem from the tiles that a tiled kernel visits."""
+
+    kind, timer = "replay_estimate", "estimated from visited tiles, not measured"
+
+    def _kernel(self, case: cp.Case) -> str:
+        return "tiles"
+
+    def _wrong(self, case: cp.Case) -> None:
+        return None
+
+    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
+        for group in groups:
+            for case, schedule in group:
+                self._found[case.key] = estimate(schedule, self.settings.ranks, self.settings.rate)
+            yield group
+
+    def _environment(self, case: cp.Case) -> dict[str, Any]:
+        return environment.machine() | {"rate": self.settings.rate, "memory_bandwidth": MEMORY_BANDWIDTH}
+
+
+def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
+    """What `replay_task` measures, from counts: visited tiles at a rate, a partial one 1.5 times as dear as a full one.
+
+    A merge, and the addition of gradients, moves three float32 tensors through memory. A dynamic mask counts its cells.
+    """
+    runs: list[dict[str, Any]] = []
+    signature = schedule.signature
+    for work in works_of(0, schedule, ranks):
+        problem = work.problem
+        cells = problem.cells
+        if hasattr(problem.mask, "tile_runs"):
+            tiles = problem.mask.tile_runs(TILE, TILE)
+            cells = int(tiles.full_count.sum() + 1.5 * tiles.partial_count.sum()) * TILE**2
+            cells *= problem.batch * problem.q_heads
+        runs.append({
+            "step": work.step, "rank": work.rank, "cells": int(schedule.cells[work.step, work.rank]),
+            "forward": 4 * cells * problem.head_dim / rate, "backward": 10 * cells * problem.head_dim / rate,
+        })
+    rows = signature.batch * signature.q_rows * signature.heads.q_local * signature.head_dim
+    keys = signature.batch * signature.kv_rows * signature.heads.kv_local * signature.head_dim
+    return {"runs": runs, "combine": [12 * rows / MEMORY_BANDWIDTH, 12 * (rows + 2 * keys) / MEMORY_BANDWIDTH],
+            "spot_errors": {}}
+
+
 def _check_key(case: cp.Case) -> tuple:
-    return case.stack, case.kernel, case.scheme, case.spec.mask, case.sharding
+    return case.stack, case.kernel, case.scheme, case.spec.mask, case.sharding, case.granule
 
 
 def one_device_seconds(case: cp.Case, one: cp.Case, run: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +395,7 @@ def main(argv):
             engine.open_records(engine.Options(settings.out, settings.resume)) as writer,
             engine.Workers() as workers,
         ):
-            Replay(settings, workers, writer).run(cases)
+            (Estimate if settings.rate else Replay)(settings, workers, writer).run(cases)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ positions, local masks, areas. Nothing here touches an accelerator, and a schedu
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from workload.areas import area_matrix, keys_needed
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
-from workload.sharding import Sharding
+from workload.sharding import Sharding, shardings
 from workload.signature import Signature, Step
 from workload.topology import Hop, Topology, head_layout
 
@@ -233,6 +234,28 @@ def make_schedule(
     walked = Schedule(dataclasses.replace(signature, steps=steps, home=home), problem, q_sharding, kv_sharding)
     walked.__dict__.update({n: x for n, x in schedule.__dict__.items() if n in ("pair_area", "q_groups", "kv_groups")})
     return walked
+
+
+def best_schedule(
+    scheme: str, problem: AttentionProblem, topology: Topology, *, by: str = "step_balance",
+    candidates: Sequence[tuple[str, int]] = (("zigzag", 1), ("striped", 128), ("balanced", 128)),
+    **options,
+) -> Schedule:
+    """The schedule of the sharding that balances a mask best.
+
+    Args:
+      by: "step_balance" for a ring, where every step ends in a barrier; "total_balance" where ranks meet once.
+      candidates: (kind, granule) pairs, tried in this order; the first of equals is taken. Single tokens balance best
+        of all and cut documents into pieces far below a kernel's tile; a granule of a tile does not.
+      options: of `make_schedule`.
+    """
+    if by not in ("step_balance", "total_balance"):
+        raise ValueError(f"by: {by!r} is neither step_balance nor total_balance")
+    tried = (
+        make_schedule(scheme, problem, topology, *shardings(kind, problem.mask, topology, granule=granule), **options)
+        for kind, granule in candidates
+    )
+    return max(tried, key=lambda s: round(getattr(s, by), 3))
 
 
 def _needed(seen: np.ndarray, topology: Topology) -> np.ndarray:

@@ -13,7 +13,7 @@ from workload.areas import area_matrix, keys_needed
 from workload.block_masks import uniform_block, variable_block
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
-from workload.schedule import EMPTY, FULL, PARTIAL, make_schedule
+from workload.schedule import EMPTY, FULL, PARTIAL, best_schedule, make_schedule
 from workload.sharding import KINDS, make_sharding, shardings
 from workload.topology import SCHEMES, head_layout, make_topology
 
@@ -235,6 +235,20 @@ def test_balance_of_documents_by_step_is_below_that_of_totals():
     assert 0 < schedule.step_balance < schedule.total_balance <= 1
     assert schedule.efficiency_bound == pytest.approx(schedule.step_balance)
     assert (schedule.step_imbalance >= 1).all()
+
+
+def test_the_best_sharding_depends_on_what_is_to_be_balanced():
+    """A pack of documents: stripes balance the steps of a ring, chunks the totals; zigzag neither."""
+    mask = masks.causal_document(16384, 16384, [9000, 184, 700, 3000, 500, 3000])
+    problem, topology = problem_of(mask), make_topology("ring", 8)
+    steps, totals = (best_schedule("ring", problem, topology, by=by) for by in ("step_balance", "total_balance"))
+    zigzag = make("ring", problem, 8, "zigzag")
+    assert (steps.q_sharding.kind, totals.q_sharding.kind) == ("striped", "balanced")
+    assert steps.step_balance > 0.9 > zigzag.step_balance and totals.total_balance > 0.98 > zigzag.total_balance
+    causal = best_schedule("ring", problem_of(masks.causal(4096, 4096)), topology)
+    assert causal.q_sharding.kind == "zigzag"
+    with pytest.raises(ValueError, match="by"):
+        best_schedule("ring", problem, topology, by="luck")
 
 
 def test_padding_heads_lower_the_bound():
