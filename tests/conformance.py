@@ -93,6 +93,7 @@ CASES = (
     Case("small_documents", _static("causal_document", (0, 61, 1, 77)), **SMALL),
     Case("small_two_intervals", _static("global_sliding_window", 70, 19), **SMALL),
     Case("small_empty_rows", _static("causal"), **SMALL | {"q_len": 139, "kv_len": 75}),
+    Case("small_drawn_blocks", lambda q, k, _: variable_block(q, k, 2, 30, 7, 0.6, causal=True, seed=7), **SMALL),
     Case("small_blocks", lambda q, k, b: uniform_block(q, k, 1, b, 0.7, causal=True, seed=6), **SMALL),
     Case("full", _static("full")),
     Case("causal", _static("causal")),
