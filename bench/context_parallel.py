@@ -146,7 +146,7 @@ class Jobs:
         text = str(failure)
         status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
             "timeout" if "deadline" in text or "furthest behind" in text else "error"
-        row = {
+        row: dict[str, Any] = {
             "key": case.key, "kind": "context_parallel", "case": case.record(), "status": status,
             "reason": " | ".join(text.splitlines())[:1500], "environment": environment.machine(),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -107,3 +107,21 @@ def test_slowest_rank_of_each_step_counts():
     assert found["forward"]["compute"] == pytest.approx(3.0 + 0.5 * later)
     assert found["backward"]["compute"] == pytest.approx(2.0 + 0.25 * later)
     assert np.isclose(found["forward"]["predicted"], found["forward"]["compute"])
+
+
+def test_an_estimate_needs_no_device_and_counts_tiles(tmp_path):
+    """Causal on one rank and two: whole tiles at the rate, partial ones 1.5 times; halves add up to the whole."""
+    spec = ProblemSpec("causal", 1024, q_heads=2, kv_heads=2, head_dim=8)
+    cases = [Case("jax", "all_gather", spec, 2, "zigzag"), Case("jax", "ulysses", spec, 2, "contiguous")]
+    settings = replay.Settings(tmp_path / "rows.jsonl", False, 1.0, 0, Protocol(), 1e30, Links(0.0, 1e30, 0.0, 1e30),
+                               False, 1, 1e12)
+    with open_records(Options(settings.out)) as writer, Workers() as workers:
+        replay.Estimate(settings, workers, writer).run(cases)
+    rows = {(row["case"]["scheme"], row["case"]["world"]): row for row in records.read(settings.out)}
+    assert {row["kind"] for row in rows.values()} == {"replay_estimate"}
+    whole = rows["ulysses", 1]["runs"][0]
+    cells = (28 + 1.5 * 8) * 128**2 * 2
+    assert whole["forward"] == pytest.approx(4 * cells * 8 / 1e12)
+    assert whole["backward"] == pytest.approx(2.5 * whole["forward"])
+    for key in (("all_gather", 2), ("ulysses", 2)):
+        assert rows[key]["efficiency"]["compute"]["both"] == pytest.approx(1.0)
