@@ -18,7 +18,7 @@ from jax_impl import kernels
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
-FLUSH_BYTES = 256 << 20  # several times the L2 of any card
+FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
 BATCH_SECONDS = 4e-3  # a batch of the difference timer lasts about this long
 BATCHES = (4, 40)
 
@@ -109,7 +109,7 @@ class Stack:
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
         batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
-        return difference_sampler(call, self.finish, self._flush() if cold else None, batch)
+        return difference_sampler(call, self.finish, self._flush(), batch, cold)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush(self) -> Callable[[], Any]:

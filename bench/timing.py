@@ -7,6 +7,7 @@ once, so both stacks are measured alike.
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -129,34 +130,33 @@ def wall_sampler(call: Callable[[int], object], finish: Callable[[object], objec
 def difference_sampler(
     call: Callable[[int], object],
     finish: Callable[[object], object],
-    flush: Callable[[], object] | None,
+    flush: Callable[[], object],
     batch: int,
+    cold: bool,
 ) -> Callable[[int], float]:
     """sample(n) of device time for a stack that hands out no device events.
 
-    `batch` runs are enqueued without waiting, each behind a flush of the cache, and so are as many flushes alone (their
-    median over `BASELINES` tries, measured once). Host and device overlap alike in both, so the difference over
-    `batch` is the device time of a run: launch latency, the flush and the final wait cancel. Without a flush (warm
-    cache) it is `2 * batch` runs against `batch`.
+    `batch` runs and `batch` flushes of the cache are enqueued without waiting: each run behind a flush (cold), or all
+    runs behind all flushes (warm). As many flushes alone are the baseline, their median over `BASELINES` tries. The
+    difference over `batch` is the device time of a run: launch latency, flushes and the final wait cancel. A flush has
+    to last longer than the host takes to enqueue a run and a flush, else the host is what is timed.
     """
-    def total(work, count, n=0):
+    def total(*works):
         def enqueue():
             result = None
-            for k in range(count):
-                result = work(n + k)
+            for work in works:
+                result = work()
             return result
         return wall(enqueue, finish)
 
-    def flushed(n):
-        assert flush is not None
-        flush()
-        return call(n)
-
-    if flush is None:
-        return lambda n: (total(call, 2 * batch, n) - total(call, batch, n)) / batch
     finish(flush())  # compiled and warm
-    alone = statistics.median(total(lambda _: flush(), batch) for _ in range(BASELINES))
-    return lambda n: (total(flushed, batch, n) - alone) / batch
+    alone = statistics.median(total(*[flush] * batch) for _ in range(BASELINES))
+
+    def sample(n):
+        calls = [functools.partial(call, n + k) for k in range(batch)]
+        works = [w for c in calls for w in (flush, c)] if cold else [*[flush] * batch, *calls]
+        return (total(*works) - alone) / batch
+    return sample
 
 
 def above_ceiling(rate: float, peak: float) -> str | None:
