@@ -34,9 +34,9 @@ def test_rates_are_flops_over_the_median_and_ratios_are_to_the_one_named():
 def test_both_stacks_meet_in_one_process(tmp_path):
     out = tmp_path / "peers.jsonl"
     command = [
-        sys.executable, "-m", "bench.peers", "--contenders=jax:naive,torch:naive,jax:flashmask", 
-        "--against=torch:naive", "--mask=causal", "--seq_lens=64", "--heads=2:1", "--head_dim=64", "--rounds=1", "--seconds=0", "--warm_up=0",
-        f"--out={out}",
+        sys.executable, "-m", "bench.peers", "--contenders=jax:naive,torch:naive,jax:flashmask",
+        "--against=torch:naive", "--mask=causal", "--seq_lens=64", "--heads=2:1", "--head_dim=64", "--rounds=1",
+        "--seconds=0", "--warm_up=0", f"--out={out}",
     ]
     subprocess.run(command, check=True, timeout=120)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
