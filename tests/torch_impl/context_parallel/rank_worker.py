@@ -99,22 +99,25 @@ CHECKS = (strided_operand, many_operands, two_groups_in_flight, memory_under_pre
           counted_bytes, other_local_kernels, repeats)
 
 
+def run_checks(job) -> tuple[int, list[str]]:
+    """Every check; (how many, what went wrong)."""
+    everyone = job.communicator(job.rank, [tuple(range(job.world))], "main")
+    for done, check in enumerate(CHECKS):
+        try:
+            check(job, everyone)
+        except Exception:
+            return done, [f"rank {job.rank} {check.__name__}: {traceback.format_exc()}"]
+    return len(CHECKS), []
+
+
 def main(mode: str, stride: int, worlds: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
     with launch.join(launch.detect(), backend="gloo", timeout_s=120) as place:
         job = context_parallel.Job(deadline_s=60)
-        if mode == "matrix":
-            count, wrong = run_matrix(job, stride, worlds)
-        else:
-            count, wrong = 0, []
-            everyone = job.communicator(job.rank, [tuple(range(place.world))], "main")
-            for check in CHECKS:
-                try:
-                    check(job, everyone)
-                    count += 1
-                except Exception:
-                    wrong.append(f"rank {place.rank} {check.__name__}: {traceback.format_exc()}")
-                    break
+        count, wrong = run_checks(job) if mode == "all" else (0, [])
+        if not wrong:
+            more, wrong = run_matrix(job, stride, worlds)
+            count += more
         print(json.dumps({"rank": place.rank, "count": count, "wrong": wrong}))
 
 

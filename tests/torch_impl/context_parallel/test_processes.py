@@ -19,13 +19,10 @@ def run(ranks, mode, stride=1, worlds=(1,), deadline_s=120):
     return answers
 
 
-def test_sampled_matrix():
-    """Worlds of 1, 2, 3 and 4 processes inside one job: groups of some ranks while others go on."""
-    run(4, "matrix", stride=16, worlds=(1, 2, 3, 4))
-
-
-def test_collectives():
-    run(4, "checks")
+def test_collectives_and_sampled_matrix():
+    """One job of four: the checks of rank_worker.py, then worlds of 1, 2, 3 and 4 ranks while the others go on."""
+    for answer in run(4, "all", stride=16, worlds=(1, 2, 3, 4)):
+        assert answer["count"] > 30
 
 
 @pytest.mark.slow
