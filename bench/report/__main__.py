@@ -27,7 +27,7 @@ def main(argv):
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
-    write_report(rows, Path(FOLDER.value or paths[0].parent), Console(soft_wrap=False))
+    write_report(rows, Path(FOLDER.value or paths[0].parent), Console(width=None if sys.stdout.isatty() else 160))
     return 0
 
 

@@ -5,15 +5,16 @@ from typing import Any
 
 from bench.report import page, pictures, timeline
 from bench.report.tables import grid, number
+from workload.suite import ALL_BUILDERS
+from workload.topology import SCHEMES
 
 Row = dict[str, Any]
-KINDS = ("replay", "context_parallel")
-MOST_PICTURES = 8
+KINDS = {"replay": "replay", "replay_estimate": "estimate", "context_parallel": "real"}
 
 
 def rows_of(rows: Sequence[Row]) -> list[Row]:
     """The context-parallel rows."""
-    return [row for row in rows if row["kind"] in KINDS]
+    return [row for row in rows if row["kind"] in KINDS and row["case"]["world"] > 1]
 
 
 def plan(row: Row) -> Row:
@@ -26,12 +27,12 @@ def efficiency(row: Row, which: str) -> float | None:
     found = row.get("efficiency")
     if not found:
         return None
-    return found["predicted"][which] if row["kind"] == "replay" else found[which]
+    return found["predicted"][which] if timeline.replayed(row) else found[which]
 
 
 def seconds(row: Row, which: str) -> float | None:
     """Seconds of a pass: the slowest rank's; of a replay with its predicted links."""
-    if row["kind"] == "replay":
+    if timeline.replayed(row):
         return row[which]["predicted"] if which in row else None
     return row["seconds"][which]["median"] if "seconds" in row else None
 
@@ -49,11 +50,42 @@ def cause(row: Row) -> str:
     if told["redundancy"] > 1.5:
         reasons.append(f"{told['redundancy']:.3g} x the bytes that are needed travel")
     for which in ("forward", "backward"):
-        if row["kind"] == "replay" and row[which]["predicted"]:
+        if timeline.replayed(row) and row[which]["predicted"]:
             share = row[which]["exposed_links"] / row[which]["predicted"]
             if share > 0.03:
                 reasons.append(f"{which}: links take {share:.0%} that no computation hides")
     return "; ".join(reasons) or "balanced, little to wait for"
+
+
+def overall(row: Row) -> float | None:
+    """E of both passes together."""
+    if timeline.replayed(row):
+        return row["efficiency"]["predicted"]["both"] if "efficiency" in row else None
+    singles, times = row.get("single_seconds") or {}, [seconds(row, w) for w in ("forward", "backward")]
+    if not all(singles.values()) or not all(times) or not singles:
+        return None
+    return sum(singles.values()) / (row["case"]["world"] * sum(t for t in times if t))
+
+
+def pivots(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[Row | None]]]]:
+    """(title, schemes, lines) for each world, stack and kind: the best sharding's row of each mask and scheme."""
+    groups: dict[tuple, dict[tuple[str, str], Row]] = {}
+    for row in rows_of(rows):
+        case = row["case"]
+        if row["status"] != "ok" or overall(row) is None:
+            continue
+        key = case["world"], case["spec"]["seq_len"], case["stack"], KINDS[row["kind"]]
+        cell = case["spec"]["mask"], case["scheme"]
+        held = groups.setdefault(key, {}).get(cell)
+        if held is None or (overall(held) or 0) < (overall(row) or 0):
+            groups[key][cell] = row
+    out = []
+    for (world, tokens, stack, kind), cells in sorted(groups.items()):
+        schemes = [s for s in SCHEMES if any(s == scheme for _, scheme in cells)]
+        masks = [m for m in ALL_BUILDERS if any(m == mask for mask, _ in cells)]
+        out.append((f"{world} ranks, {tokens:,} tokens, {stack}, {kind}", ["mask", *schemes],
+                    [[cells.get((m, s)) for s in schemes] for m in masks]))
+    return out
 
 
 HEAD = ("mask", "world", "scheme", "stack", "sharding", "tokens", "E forward", "E backward", "ms forward",
@@ -78,7 +110,7 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
             *line, *(text(efficiency(row, w), ".3f") for w in ("forward", "backward")),
             *(text(t and t * 1e3, ".3f") for t in times), f"{told['step_balance']:.3f}", f"{told['total_balance']:.3f}",
             number(told["wire_bytes"]["forward"] / 1e6), number(told["redundancy"]),
-            "replay" if row["kind"] == "replay" else "real",
+            KINDS[row["kind"]],
         ])
     return body
 
@@ -89,9 +121,17 @@ def _order(row):
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown; empty where there is no row."""
+    """The tables in Markdown; empty where there is no row."""
     body = table_rows(rows)
-    return "### Context parallelism\n\n" + grid(HEAD, body) + "\n" if body else ""
+    if not body:
+        return ""
+    parts = []
+    for title, head, lines in pivots(rows):
+        cells = [[next(r["case"]["spec"]["mask"] for r in line if r),
+                  *("" if r is None else f"{overall(r) or 0:.2f} ({r['case']['sharding']})" for r in line)]
+                 for line in lines]
+        parts.append(f"### E of both passes, {title}\n\n{grid(head, cells)}\n")
+    return "\n".join([*parts, "### Context parallelism, every row\n", grid(HEAD, body), ""])
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -107,11 +147,35 @@ def section(rows: Sequence[Row]) -> str:
     return (
         "<p>E is the time of one device for the whole problem over (ranks &times; the time of the slowest rank): 1 is "
         "perfect. A <em>replay</em> runs every rank's local work on one device and adds the links that its flags "
-        "describe; <em>real ranks</em> are measured. <em>Balance by step</em> is what E can be at most where each step "
-        "ends when its busiest rank does, as a ring's steps do; <em>balance in total</em> where ranks only meet at the "
-        "end. Redundancy is bytes moved over bytes needed.</p>"
-        + _explanation(found) + page.table([*(h.replace(" ", "|") for h in HEAD), "why"], body) + _timelines(found)
+        "describe; an <em>estimate</em> counts tiles in place of running them; <em>real</em> ranks are measured. "
+        "<em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, as a "
+        "ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved over "
+        "bytes needed.</p>"
+        + _explanation(found) + _pivot_tables(found) + f"<details><summary>{len(body)} rows, each with its cause"
+        f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
     )
+
+
+def _pivot_tables(found: Sequence[Row]) -> str:
+    parts = []
+    for title, head, lines in pivots(found):
+        body = []
+        for line in lines:
+            mask = next(row["case"]["spec"]["mask"] for row in line if row)
+            body.append([mask, *(_pivot_cell(row) for row in line)])
+        parts.append(f"<h3>E of both passes, {page.esc(title)}</h3>{page.table(head, body)}")
+    if parts:
+        parts.append("<p class='soft'>The best sharding of each; point at a cell for which, and for the cause.</p>")
+    return "".join(parts)
+
+
+def _pivot_cell(row: Row | None) -> str:
+    if row is None:
+        return '<td class="none"></td>'
+    value = overall(row) or 0.0
+    told = f"{row['case']['sharding']}: {cause(row)}"
+    return (f'<td style="background: rgba(var(--heat), {min(1.0, value) * 0.75:.2f})" title="{page.esc(told)}">'
+            f"{value:.2f}</td>")
 
 
 def _explanation(found: Sequence[Row]) -> str:
@@ -140,14 +204,17 @@ def _explanation(found: Sequence[Row]) -> str:
 
 def _timelines(found: Sequence[Row]) -> str:
     drawable = [r for r in found if timeline.can_draw(r) and r["case"]["world"] <= timeline.MOST_RANKS]
-    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], r["case"]["world"], r["case"]["scheme"]))
+    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], r["case"]["world"]))
+    of_scheme: dict[str, Row] = {}
+    for row in drawable:
+        of_scheme.setdefault(row["case"]["scheme"], row)
     parts = []
-    for row in drawable[:MOST_PICTURES]:
+    for row in sorted(of_scheme.values(), key=lambda r: SCHEMES.index(r["case"]["scheme"])):
         figure = timeline.picture(row)
         parts.append(f"<h4>{page.esc(row['key'])}, forward</h4>{pictures.svg(figure)}")
         pictures.plt.close(figure)
     if not parts:
         return ""
-    note = ("<p class='soft'>One line a rank. Blue computes (light: told by its cells, at the rate of the step's "
+    note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate of the step's "
             "busiest rank), yellow waits for the step's slowest rank, red are links that no computation hides.</p>")
     return f"<h3>Timelines</h3>{note}{''.join(parts)}"

@@ -88,7 +88,8 @@ def _summary(rows, found) -> str:
     boxes = "".join(f'<div class="tile"><b>{esc(n)}</b>{esc(label)}</div>' for n, label in tiles)
     text = (
         "<p>The same attention problems, under the same masks and on the same bits, run by kernels of two stacks: JAX "
-        "with Pallas, and PyTorch. Each row was compared with float64 attention before it was timed. A rate counts "
+        "with Pallas, and PyTorch. A row is compared with float64 attention before it is timed (one without an error "
+        "figure comes from a run that checked otherwise; its source says which). A rate counts "
         "the <em>visible</em> cells of the mask only: 4 &times; cells &times; head size forward, 2.5 times that "
         "backward; a kernel that computes hidden cells shows a lower rate. Times are medians; on a GPU device time "
         "with a cold L2 cache, on a CPU wall time.</p>"

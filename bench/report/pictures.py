@@ -72,14 +72,16 @@ def colour_of(columns: Sequence[str], column: str) -> tuple[str, str]:
 
 
 def curves(found: Sequence[Entry]) -> dict[str, plt.Figure]:
-    """Rate over length, one figure a pass and shape that has several lengths, one panel a mask."""
+    """Rate over length, one figure a pass and shape, one panel a mask that has several lengths."""
     figures = {}
     groups: dict[tuple, list[Entry]] = {}
     for entry in found:
         if entry.rate:
             groups.setdefault((entry.which, entry.shape, entry.dtype), []).append(entry)
     for (which, shape, dtype), group in groups.items():
-        if len({e.seq_len for e in group}) > 1:
+        several = {m for m in ALL_BUILDERS if len({e.seq_len for e in group if e.mask == m}) > 1}
+        group = [e for e in group if e.mask in several]
+        if group:
             figures[f"{which}, {shape}, {dtype}"] = _curve_panels(group, which)
     return figures
 
@@ -109,7 +111,7 @@ def _curve_panels(group: Sequence[Entry], which: str) -> plt.Figure:
         figure.supylabel(name, fontsize=9)
         figure.supxlabel("tokens", fontsize=9)
         handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(6, len(handles)),
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(2 * across, len(handles)),
                       frameon=False, fontsize=8)
     return figure
 

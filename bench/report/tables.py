@@ -46,7 +46,7 @@ def terminal(rows: Sequence[dict], console: Console) -> None:
         shown = [c for c in columns if any(cells.get((m, c)) and cells[m, c].status != "unsupported" for m in masks)]
         table = Table(Column("mask", no_wrap=True), title=f"{heading(setting)}: {name}", title_justify="left")
         for column in shown:
-            table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+            table.add_column(column.replace(" ", "\n"), justify="right", min_width=5)
         for mask in masks:
             table.add_row(mask, *(cell(cells.get((mask, c)), unit) for c in shown))
         if shown:

@@ -58,7 +58,7 @@ def step_seconds(row: dict[str, Any], which: str) -> tuple[list[list[float]], li
 def bars(row: dict[str, Any], which: str) -> list[Bar]:
     """The bars of a pass: steps in turn, each as long as its slowest rank; links that nothing hides come last."""
     seconds, guessed = step_seconds(row, which)
-    slowest = row[which]["slowest"] if row["kind"] == "replay" else [max(step) for step in seconds]
+    slowest = row[which]["slowest"] if replayed(row) else [max(step) for step in seconds]
     out, now = [], 0.0
     for t, (step, length) in enumerate(zip(seconds, slowest)):
         for rank, busy in enumerate(step):
@@ -74,17 +74,22 @@ def bars(row: dict[str, Any], which: str) -> list[Bar]:
 
 
 def _exposed(row, which) -> float:
-    if row["kind"] == "replay":
+    if replayed(row):
         return row[which]["exposed_links"]
     inside = row["inside"][which]
     return inside["predicted"] - inside["compute"] if "predicted" in inside else 0.0
 
 
+def replayed(row: dict[str, Any]) -> bool:
+    """Whether a row tells of a job that was played on one device, or estimated, and not of real ranks."""
+    return row["kind"] in ("replay", "replay_estimate")
+
+
 def can_draw(row: dict[str, Any]) -> bool:
     """Whether a row holds the seconds of its steps."""
-    if row["status"] != "ok" or row["kind"] not in ("replay", "context_parallel"):
+    if row["status"] != "ok" or not (replayed(row) or row["kind"] == "context_parallel"):
         return False
-    return bool(row.get("runs")) if row["kind"] == "replay" else "inside" in row
+    return bool(row.get("runs")) if replayed(row) else "inside" in row
 
 
 def picture(row: dict[str, Any], which: str = "forward") -> plt.Figure:
