@@ -42,45 +42,67 @@ class Predicate:
     kv_arrays: tuple[np.ndarray, ...] = ()
 
 
-def _position(i, offset: int):
-    """Key position of query i (bottom-right aligned); rows before the first key see nothing."""
-    return i + offset
+@dataclasses.dataclass(frozen=True)
+class _Pattern:
+    """A mask_mod whose equality is by value, so that a mask prepared twice compiles once.
+
+    offset: a query's key position less its index (bottom-right aligned); rows before the first key see nothing.
+    """
+
+    offset: int
+
+    def __call__(self, b, h, i, j, q_values, kv_values):
+        p = i + self.offset
+        return (p >= 0) & self.seen(p, j, q_values, kv_values)
+
+    def seen(self, p, j, q_values, kv_values):
+        """Whether the query at key position p sees key j."""
+        raise NotImplementedError
 
 
-def _window(low: int | None, high: int | None, offset: int):
-    def mask_mod(b, h, i, j, q_values, kv_values):
-        p = _position(i, offset)
-        seen = p >= 0
-        if low is not None:
-            seen = seen & (j >= p - low)
-        return seen if high is None else seen & (j <= p + high)
+@dataclasses.dataclass(frozen=True)
+class _Window(_Pattern):
+    """Keys p - left .. p + right; None is unbounded."""
 
-    return mask_mod
+    left: int | None
+    right: int
 
-
-def _prefix(prefix: int, offset: int):
-    def mask_mod(b, h, i, j, q_values, kv_values):
-        p = _position(i, offset)
-        return (p >= 0) & ((j <= p) | (j < prefix))
-
-    return mask_mod
+    def seen(self, p, j, q_values, kv_values):
+        before = j <= p + self.right
+        return before if self.left is None else before & (j >= p - self.left)
 
 
-def _global_window(tokens: int, window: int, offset: int):
-    def mask_mod(b, h, i, j, q_values, kv_values):
-        p = _position(i, offset)
-        near = (j >= p - window) & (j <= p + window)
-        return (p >= 0) & ((p < tokens) | (j < tokens) | near)
+@dataclasses.dataclass(frozen=True)
+class _Prefix(_Pattern):
+    """Causal, and a prefix seen by all."""
 
-    return mask_mod
+    prefix: int
+
+    def seen(self, p, j, q_values, kv_values):
+        return (j <= p) | (j < self.prefix)
 
 
-def _document(causal: bool, offset: int):
-    def mask_mod(b, h, i, j, q_values, kv_values):
+@dataclasses.dataclass(frozen=True)
+class _GlobalWindow(_Pattern):
+    """A window, and global tokens that see and are seen by all."""
+
+    tokens: int
+    window: int
+
+    def seen(self, p, j, q_values, kv_values):
+        near = (j >= p - self.window) & (j <= p + self.window)
+        return (p < self.tokens) | (j < self.tokens) | near
+
+
+@dataclasses.dataclass(frozen=True)
+class _Document(_Pattern):
+    """Within a document; the arrays hold document numbers."""
+
+    causal: bool
+
+    def seen(self, p, j, q_values, kv_values):
         same = q_values[0] == kv_values[0]
-        return same & (j <= _position(i, offset)) if causal else same
-
-    return mask_mod
+        return same & (j <= p) if self.causal else same
 
 
 def _intervals(b, h, i, j, q_values, kv_values):
@@ -91,10 +113,10 @@ def _intervals(b, h, i, j, q_values, kv_values):
 
 
 def _document_numbers(mask: IntervalMask) -> tuple[np.ndarray, np.ndarray]:
-    """Document of each query (-1 before the first key) and of each key."""
+    """Document of each query (rows before the first key count to the first) and of each key."""
     of_key = np.repeat(np.arange(len(mask.params["lengths"])), mask.params["lengths"]).astype(np.int32)
     position = np.arange(mask.q_len) + mask.kv_len - mask.q_len
-    return np.where(position < 0, -1, of_key[np.maximum(position, 0)]).astype(np.int32), of_key
+    return of_key[np.maximum(position, 0)], of_key
 
 
 def predicate_of(mask: IntervalMask) -> Predicate:
@@ -103,17 +125,17 @@ def predicate_of(mask: IntervalMask) -> Predicate:
     if mask.name == "full":
         return Predicate()
     if mask.name == "causal":
-        return Predicate(_window(None, 0, offset))
+        return Predicate(_Window(offset, None, 0))
     if mask.name in ("full_sliding_window", "causal_sliding_window"):
         right = 0 if mask.name.startswith("causal") else of["window"]
-        return Predicate(_window(of["window"], right, offset))
+        return Predicate(_Window(offset, of["window"], right))
     if mask.name == "prefix_lm_causal":
-        return Predicate(_prefix(of["prefix"], offset))
+        return Predicate(_Prefix(offset, of["prefix"]))
     if mask.name == "global_sliding_window":
-        return Predicate(_global_window(of["global_tokens"], of["window"], offset))
+        return Predicate(_GlobalWindow(offset, of["global_tokens"], of["window"]))
     if mask.name in ("full_document", "causal_document"):
         of_query, of_key = _document_numbers(mask)
-        return Predicate(_document(mask.name.startswith("causal"), offset), None, (of_query,), (of_key,))
+        return Predicate(_Document(offset, mask.name.startswith("causal")), None, (of_query,), (of_key,))
     return Predicate(_intervals, None, tuple(x for pair in zip(mask.starts, mask.ends, strict=True) for x in pair))
 
 

@@ -78,8 +78,8 @@ def test_deterministic_backward_is_bit_equal_twice():
 
 
 def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
-    problem = AttentionProblem(masks.full(60, 130), 1, 2, 1, 64, DTYPE)
-    group = np.arange(130) // 40
+    problem = AttentionProblem(masks.full(60, 70), 1, 2, 1, 64, DTYPE)
+    group = np.arange(70) // 30
     predicate = Predicate(
         mask_mod=lambda b, h, i, j, q_values, kv_values: (q_values[0] == kv_values[0]) | (j % 3 == i % 3),
         score_mod=lambda s, b, h, i, j, q_values, kv_values: 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j),
@@ -88,7 +88,7 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     )
     inputs = arrays(problem)
     got = passes("flex", problem, inputs, flex.prepare(problem, predicate=predicate))
-    i, j = np.arange(60)[:, None], np.arange(130)[None, :]
+    i, j = np.arange(60)[:, None], np.arange(70)[None, :]
     seen = (group[:60][:, None] == group[None, :]) | (j % 3 == i % 3)
 
     def dense(q, k, v):
@@ -134,10 +134,22 @@ def test_walks_visit_every_tile_with_a_visible_cell_and_test_every_partial_one(n
             assert set(partial) >= set(np.flatnonzero(want[tile] == 1))
 
 
-def test_classes_of_a_predicate_are_those_of_the_mask():
-    mask = masks.global_sliding_window(290, 411, 70, 19)
+@pytest.mark.parametrize("lengths", [(290, 411), (333, 201)])
+@pytest.mark.parametrize("name", [name for name in masks.STATIC_MASKS if name != "full"])
+def test_a_masks_predicate_is_the_mask(name, lengths):
+    documents = (61, 0, 1, 90, lengths[1] - 152)
+    arguments = {
+        "full_sliding_window": (37,), "causal_sliding_window": (37,), "global_sliding_window": (70, 19),
+        "prefix_lm_causal": (93,), "shared_question": ([documents[:2], documents[2:]],), "causal": (),
+        "prefix_lm_document": (documents, (20, 0, 1, 90, 7)), "block_causal_document": (documents, 24),
+    }.get(name, (documents,))
+    mask = masks.STATIC_MASKS[name](*lengths, *arguments)
     predicate = flex.predicate_of(mask)
-    found = flex._classes(predicate.mask_mod, (), (), (290, 411), (128, 64), (1, 1))
+    values = [x[:, None] for x in predicate.q_arrays], [x[None, :] for x in predicate.kv_arrays]
+    i, j = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :]
+    np.testing.assert_array_equal(np.broadcast_to(predicate.mask_mod(0, 0, i, j, *values), lengths), mask.dense())
+    assert predicate.mask_mod == flex.predicate_of(mask).mask_mod, "a mask prepared twice would compile twice"
+    found = flex._classes(predicate.mask_mod, predicate.q_arrays, predicate.kv_arrays, lengths, (128, 64), (1, 1))
     np.testing.assert_array_equal(found, mask.tile_runs(128, 64).classes())
 
 
