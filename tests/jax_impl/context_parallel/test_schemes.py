@@ -82,5 +82,14 @@ def test_key_buffers_do_not_grow_with_the_ring():
             assert growth < r["block"], r
 
 
+@pytest.mark.parametrize("scheme,mask", [
+    ("all_gather", "causal_document"),
+    *(pytest.param(s, m, marks=pytest.mark.slow) for s, m in (
+        ("usp", "global_sliding_window"), ("ring", "causal"), ("ulysses", "uniform_block"), ("usp", "variable_block"))),
+])
+def test_hopper_kernels_serve_as_local_kernels(scheme, mask):
+    assert_right(records("gpu", scheme, mask))
+
+
 def test_public_call():
     assert_right(records("api"))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 
 from jax_impl import context_parallel as cp
 from jax_impl.hlo import collective_bytes
-from jax_impl.kernels import naive
+from jax_impl.kernels import hopper_kernel, naive
 from tests.conformance import BUDGET, FLOOR, inputs, relative_error
 from tests.schemes import Case, matrix
 from workload import masks
@@ -208,6 +209,23 @@ def check_api():
             yield {"case": name, "wrong": ["accepted"]}
         except ValueError as error:
             yield {"case": name, "wrong": [] if name in str(error) else [str(error)]}
+
+
+def check_gpu(scheme: str, mask: str):
+    """Both passes with the Hopper kernels as local ones lower for CUDA, unseen by any GPU, collectives as scheduled."""
+    with mock.patch.object(hopper_kernel, "missing_hardware", lambda: None):
+        case = Case(scheme, mask, 4, 1000, 1000, (4, 2), dtype="bfloat16", head_dim=64, batch=1)
+        dynamic = mask in ("uniform_block", "variable_block")
+        plan = plan_of(case, kernel="flashinfer" if dynamic else "flashmask")
+        placed = [cp.shard(x, plan, s) for x, s in zip(arrays_of(case), SIDES, strict=True)]
+        lowered = jax.jit(both_passes).trace(*placed, plan).lower(lowering_platforms=("cuda",)).as_text()
+    kinds = {"all_to_all": "stablehlo.all_to_all", "permute": "stablehlo.collective_permute",
+             "all_gather": "stablehlo.all_gather", "reduce_scatter": "stablehlo.reduce_scatter"}
+    wanted = [c.kind for p in PASSES for c in plan.program.signature.collectives(p)]
+    wrong = [f"{kind}: {lowered.count(text)} in the program, {wanted.count(kind)} scheduled"
+             for kind, text in kinds.items() if lowered.count(f'"{text}"') != wanted.count(kind)]
+    calls = lowered.count("@mosaic_gpu")
+    yield {"case": f"{scheme}-{mask}", "calls": calls, "wrong": wrong if calls else [*wrong, "no Hopper kernel in it"]}
 
 
 def main(name: str, *arguments: str):
