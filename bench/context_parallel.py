@@ -45,6 +45,8 @@ def define() -> None:
     flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
     flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
     flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
+    flags.DEFINE_integer("head_groups", 1, "Of PyTorch's ulysses and all_gather: groups of heads that travel while "
+                         "others compute; whatever has none runs without.", lower_bound=1)
     flags.DEFINE_enum("travel", "float32", ["float32", "own"], "dtype of gradient sums in flight; own: the problem's.")
     flags.DEFINE_string("kernel", "", "Local kernel, by default that of the stack and the device.")
     flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
@@ -56,6 +58,8 @@ def define() -> None:
     flags.DEFINE_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
     flags.DEFINE_string("check_len", "2K", "Tokens of the problem that is held to the reference; 0 for the row's own.")
+    flags.DEFINE_bool("inside", False, "PyTorch: also time each step's local work alone, predict the job from it and "
+                      "the links, and trace how much of the communication is hidden.")
     flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")
     flags.DEFINE_integer("samples", 15, "Iterations a pass.", lower_bound=1)
     flags.DEFINE_float("seconds", 1.0, "Seconds after which a pass takes no further iteration.", lower_bound=0.001)
@@ -84,7 +88,8 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
                             out.append(cp.Case(
                                 stack, scheme, spec, world, kind, values.ulysses if grid else 0,
                                 values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel,
-                                travel, granule=values.granule))
+                                travel, values.head_groups if (stack, scheme) in cp.GROUPED else 1,
+                                granule=values.granule))
     return out
 
 
@@ -94,6 +99,7 @@ def request_of(values: flags.FlagValues) -> dict[str, Any]:
     return {
         "protocol": {"samples": values.samples, "least": min(3, values.samples), "seconds": values.seconds},
         "check_len": check_len, "deadline": values.deadline, "links": [options.tokens(n) for n in values.links],
+        "inside": values.inside,
     }
 
 

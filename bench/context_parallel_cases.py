@@ -10,6 +10,8 @@ from workload.sharding import KINDS, shardings
 from workload.signature import Signature
 from workload.topology import SCHEMES, Topology, make_topology
 
+GROUPED = (("torch", "ulysses"), ("torch", "all_gather"))  # what can travel and compute by groups of heads
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -47,8 +49,11 @@ class Case:
         for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", KINDS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
-        if self.world < 1:
-            raise ValueError(f"world: {self.world} < 1")
+        for name in ("world", "head_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} < 1")
+        if self.head_groups > 1 and (self.stack, self.scheme) not in GROUPED:
+            raise ValueError(f"head_groups: {self.head_groups} with {self.scheme} of {self.stack}, which has none")
 
     @property
     def key(self) -> str:
