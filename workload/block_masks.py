@@ -329,10 +329,12 @@ def from_scores(
       causal: only key blocks that some row of the query block may see are candidates; k is capped by them.
     """
     scores = np.asarray(scores)
-    everything = from_bitmap(np.ones(scores.shape, bool), q_bounds, kv_bounds, causal=causal)
-    sizes = np.diff(everything.kv_bounds)
-    last_row = np.maximum(everything.q_bounds[:, 1:] - 1, 0)
-    allowed = (everything.kv_bounds[:, None, :-1] < everything.limits[last_row][:, :, None]) & (sizes > 0)[:, None, :]
+    if np.isnan(scores).any():
+        raise ValueError("scores: NaN among them")
+    nothing = from_bitmap(np.zeros(scores.shape, bool), q_bounds, kv_bounds, causal=causal)
+    sizes = np.diff(nothing.kv_bounds)
+    last_row = np.maximum(nothing.q_bounds[:, 1:] - 1, 0)
+    allowed = (nothing.kv_bounds[:, None, :-1] < nothing.limits[last_row][:, :, None]) & (sizes > 0)[:, None, :]
     if (density is None) == (top_p is None):
         raise ValueError("density, top_p: give exactly one of them")
     if density is not None:

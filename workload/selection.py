@@ -2,6 +2,7 @@
 
 import numpy as np
 
+CHUNK_CELLS = 1 << 22  # scores that are ranked at a time
 FEATURES = 64  # head_dim of the features that importance pools where the caller has no tensors
 
 
@@ -106,9 +107,16 @@ def top_k(scores, k: int, allowed) -> np.ndarray:
     >>> top_k(np.array([[1.0, 3.0, 3.0, 3.0]]), 2, np.ones((1, 4), bool)).tolist()
     [[False, True, True, False]]
     """
-    order = np.argsort(np.where(allowed, -np.asarray(scores, np.float32), np.inf), axis=1, kind="stable")
     chosen = np.zeros(allowed.shape, bool)
-    np.put_along_axis(chosen, order[:, :k], True, axis=1)
+    n = allowed.shape[1]
+    k = min(k, n)
+    step = max(1, CHUNK_CELLS // max(1, n))
+    for rows in (slice(at, at + step) for at in range(0, len(chosen), step)):
+        row = np.where(allowed[rows], scores[rows], -np.inf)
+        least = np.partition(row, n - k, axis=1)[:, n - k, None]  # the k-th best
+        chosen[rows] = row > least
+        ties = row == least
+        chosen[rows] |= ties & (np.cumsum(ties, axis=1) <= k - chosen[rows].sum(axis=1, keepdims=True))
     return chosen & allowed
 
 

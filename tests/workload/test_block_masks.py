@@ -263,6 +263,7 @@ def test_one_list_serves_all_heads():
         (lambda: variable_block(8, 8, 1, 4, 5, 0.5), r"minimum: 5 is not within 1..mean \(4\)"),
         (lambda: from_bitmap(np.ones((1, 2, 2)), [[0, 4, 8]], [[0, 8]]), r"bitmap: shape \(1, 2, 2\)"),
         (lambda: from_bitmap(np.ones((1, 2, 1)), [[0, 9, 8]], [[0, 8]]), "q_bounds: rows must ascend from 0 to 8"),
+        (lambda: from_scores(np.full((1, 1, 1), np.nan), [[0, 8]], [[0, 8]], density=0.5), "scores: NaN among them"),
         (lambda: uniform_block(8, 9, 1, 4, 0.5).restrict([0, 8], [0]), "q_positions: must be strictly ascending"),
         (lambda: uniform_block(8, 9, 1, 4, 0.5).refine(0), "block: 0 < 1"),
         (lambda: dataclasses.replace(uniform_block(8, 8, 1, 4, 0.5), counts=np.ones((2, 2))), "indices: shape"),
