@@ -294,7 +294,7 @@ def prepare(
     own = given.mask_mod is not None
     used = given if own else dataclasses.replace(predicate_of(problem.mask), score_mod=given.score_mod)
     heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
-    by_key = None if own else problem.mask.transpose()
+    by_key = problem.mask.transpose()
 
     def rows_of(transposed, rows, columns):
         lengths = (problem.kv_len, problem.q_len) if transposed else (problem.q_len, problem.kv_len)
@@ -312,7 +312,7 @@ def prepare(
         )
         return Traced(base, *padded, used.mask_mod, used.score_mod, lengths[1], rows, columns, transposed)
 
-    tiles = tiles or hopper_kernel.default_tiles(problem.head_dim)
+    tiles = tiles or hopper_kernel.default_tiles(problem, by_key)
     return hopper_kernel.build(
         functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
     )

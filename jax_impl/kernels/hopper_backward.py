@@ -9,6 +9,7 @@ nothing is added in an order of chance, and hopper_dq.py computes dq on its own.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,17 @@ class BackwardTiles:
       columns: queries of a tile, 64 or 128; 128 is for head_dim 64, where dq is halved by rows instead of columns.
       stages: depth of the query and dout rings.
       registers: of a consumer and of the producer thread.
+      side: kv heads that run side by side, or None for all; few where their queries, douts and dq are met in no
+        common order and should stay in the cache.
+      split: thread blocks among which the query heads of a tile's group are divided; their float32 parts of dk and dv
+        are added outside. For masks under which a few key tiles outlast all others.
     """
 
     columns: int = 64
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
+    side: int | None = None
+    split: int = 1
 
     @property
     def row_tokens(self) -> int:
@@ -60,8 +67,11 @@ def key_major(
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     padded, columns = round_up(kv_len, tiles.row_tokens), tiles.columns
-    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, dim, q.dtype, jnp.dtype(grad_dtype), with_dq)
-    grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
+    side = math.gcd(tiles.side or kv_heads, kv_heads)
+    split = math.gcd(tiles.split, q_heads // kv_heads)
+    part_dtype = jnp.dtype(grad_dtype if split == 1 else jnp.float32)
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, q.dtype, part_dtype, with_dq)
+    grad = jax.ShapeDtypeStruct((split, batch, padded, kv_heads, dim), part_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
     scratch = {
         "k_s": shared_tile((tiles.row_tokens, dim), dtype),
@@ -89,16 +99,16 @@ def key_major(
         kernel.body,
         out_type=[grad, grad],
         scratch_types=scratch,
-        # The heaviest tiles of all heads come first, so that the last ones to end are light.
-        grid=(batch, padded // tiles.row_tokens, kv_heads),
-        grid_names=("batch", "place", "kv_head"),
+        # The heaviest tiles of the heads side by side come first, so that the last ones to end are light.
+        grid=(batch, kv_heads // side, padded // tiles.row_tokens, side, split),
+        grid_names=("batch", "section", "place", "side", "part"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="hopper_key_major",
     )(q, k, v, dout, lse, delta, *buffers, *policy.operands())
     dq = buffers[0][...][:, :q_len] if with_dq else None
-    return dq, dk[:, :kv_len], dv[:, :kv_len]
+    return dq, *((x[0] if split == 1 else x.sum(axis=0).astype(grad_dtype))[:, :kv_len] for x in (dk, dv))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +119,9 @@ class _KeyMajor:
     tiles: BackwardTiles
     scale: float
     group: int
+    split: int
     dim: int
+    side: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
     with_dq: bool
@@ -124,9 +136,11 @@ class _KeyMajor:
         """One thread block: a tile of keys of one kv head, over all query heads of its group."""
         *mask_refs, dk_g, dv_g = refs
         dq_g = mask_refs.pop(0) if self.with_dq else None
-        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch)
-        kv_head = lax.axis_index("kv_head")
-        first = Head(lax.axis_index("batch"), kv_head * self.group, kv_head)
+        part = lax.axis_index("part")
+        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g.at[part], dv_g.at[part], **scratch)
+        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        q_head = kv_head * self.group + part * (self.group // self.split)
+        first = Head(lax.axis_index("batch"), q_head, kv_head)
         tile = self.policy.row_tile(mask_refs, first, lax.axis_index("place"))
         walk = _Walk(self, mask_refs, first, tile)
         warpgroup = lax.axis_index("warpgroup")
@@ -148,7 +162,7 @@ class _Walk:
     tile: jax.Array
 
     def head(self, g):
-        """The g-th query head of the group."""
+        """The g-th query head of this block's share of the group."""
         return Head(self.first.batch, self.first.q + g, self.first.kv)
 
     def each(self, visit, carry):
@@ -169,7 +183,8 @@ class _Walk:
             carry = lax.fori_loop(walk.partial, walk.total, functools.partial(step, False), carry)
             return base + walk.total, carry
 
-        return lax.fori_loop(0, self.kernel.group, one_head, (jnp.int32(0), carry))
+        heads = self.kernel.group // self.kernel.split
+        return lax.fori_loop(0, heads, one_head, (jnp.int32(0), carry))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """What the Hopper kernels share on the host's side: operands, the contract's two passes, the hardware they need."""
 
 import dataclasses
+import heapq
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_impl.kernels import hopper_masks
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
@@ -17,6 +19,9 @@ from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 
 HEAD_DIMS = (64, 128)
+PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a thread block of these kernels fills one
+MANY_BLOCKS = 4096  # with more key tiles than this the tail of a run is short whatever the mask
+BLOCK_STEPS = 2.5  # what a block's start and end cost, in steps
 
 
 def capability(masks: tuple[str, ...], source: str) -> Capability:
@@ -59,9 +64,38 @@ class HopperOperands:
     tiles: Tiles = dataclasses.field(metadata={"static": True})
 
 
-def default_tiles(head_dim: int) -> Tiles:
-    """The schedules that measured best for a head_dim (bench/results/NOTES.md)."""
-    return Tiles(key_major=BackwardTiles(columns=128)) if head_dim == 64 else Tiles()
+def heads_split(problem: AttentionProblem, by_key: IntervalMask, tiles: BackwardTiles) -> int:
+    """Thread blocks among which the query heads of a key tile are divided, so that none outlasts all others.
+
+    The least power of two after which list scheduling, heaviest first, ends within a twentieth of the best one's end.
+    A shard's mask ("custom") is not divided: ranks share one program, so it must not depend on the intervals.
+    """
+    group, copies = problem.group, problem.batch * problem.kv_heads
+    options = [n for n in (1, 2, 4, 8) if group % n == 0]
+    key_tiles = -(-problem.kv_len // tiles.row_tokens)
+    if problem.mask.name == "custom" or len(options) == 1 or key_tiles * copies > MANY_BLOCKS:
+        return 1
+    runs = by_key.tile_runs(tiles.row_tokens, tiles.columns)
+    steps = np.sort(runs.full_count + 1.3 * runs.partial_count)[::-1]  # a partial tile costs an element test more
+    ends = [_list_schedule(np.repeat(steps * group / n + BLOCK_STEPS, n * copies)) for n in options]
+    return next(n for n, end in zip(options, ends, strict=True) if end <= 1.05 * min(ends))
+
+
+def _list_schedule(costs: np.ndarray) -> float:
+    """When the last of these blocks ends if each, in this order, goes to the processor that is free first."""
+    free = [0.0] * PROCESSORS
+    for cost in costs.tolist():
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def default_tiles(problem: AttentionProblem, by_key: IntervalMask) -> Tiles:
+    """The schedules that measured best for a head_dim (bench/results/NOTES.md), and the split of `heads_split`.
+
+    by_key: the transpose of the problem's mask.
+    """
+    backward = BackwardTiles(columns=128 if problem.head_dim == 64 else 64)
+    return Tiles(key_major=dataclasses.replace(backward, split=heads_split(problem, by_key, backward)))
 
 
 def build(query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool) -> HopperOperands:
@@ -89,7 +123,7 @@ def prepare_intervals(
     def maker(m: IntervalMask):
         return lambda rows, columns: hopper_masks.intervals(m, rows, columns, device)
 
-    return build(maker(mask), maker(by_key), tiles or default_tiles(problem.head_dim), deterministic)
+    return build(maker(mask), maker(by_key), tiles or default_tiles(problem, by_key), deterministic)
 
 
 def _positive_scale(q, scale: float):

@@ -8,6 +8,7 @@ import pytest
 from jax_impl import kernels
 from jax_impl.kernels import fa3, flex, hopper_masks
 from jax_impl.kernels.flex import Predicate
+from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles
 from tests import conformance
@@ -153,6 +154,27 @@ def test_a_masks_predicate_is_the_mask(name, lengths):
     np.testing.assert_array_equal(found, mask.tile_runs(128, 64).classes())
 
 
+def test_heads_are_split_where_a_few_key_tiles_outlast_the_rest():
+    def split(mask, kv_heads=8):
+        return kernels.get("flashmask").prepare(AttentionProblem(mask, 1, 64, kv_heads)).tiles.key_major.split
+
+    shared = masks.shared_question(8192, 8192, [[1024] * 8])
+    assert split(shared) == 2 and split(masks.causal(8192, 8192)) == 1
+    assert split(shared, kv_heads=64) == 1  # one query head a kv head
+    assert split(masks.causal(8192, 8192), kv_heads=1) > 1  # 64 key tiles for 132 processors
+    assert split(shared.restrict(np.arange(8192), np.arange(8192))) == 1  # ranks share one program
+
+
+@pytest.mark.slow
+def test_split_heads_add_up():
+    problem = AttentionProblem(masks.causal(61, 70), 1, 4, 2, 64, DTYPE)
+    inputs = arrays(problem)
+    operands = kernels.get("flashmask").prepare(problem, tiles=Tiles(key_major=BackwardTiles(columns=128, split=2)))
+    wide = [np.asarray(x, np.float64) for x in inputs]
+    want = attention_oracle(*wide[:3], problem.mask, problem.scale, wide[3])
+    close(passes("flashmask", problem, inputs, operands), (want.out, want.lse, want.dq, want.dk, want.dv))
+
+
 def lowered(name, problem, **options):
     """Lowers both passes for a GPU; layouts, shared memory and TMA shapes are checked on the way."""
     kernel, passes_options = kernels.get(name), {k: options.pop(k) for k in ("grad_dtype",) if k in options}
@@ -183,6 +205,7 @@ def lowered(name, problem, **options):
     ("fa3", masks.full_sliding_window(1003, 2001, 300), 64, {"deterministic": True}),
     ("flashmask", masks.shared_question(1003, 2001, [[500, 700, 801]]), 128, {"grad_dtype": jnp.float32}),
     ("flashmask", masks.global_sliding_window(1003, 2001, 100, 70), 64, {"deterministic": True}),
+    ("flashmask", masks.causal(1003, 2001), 128, {"tiles": Tiles(key_major=BackwardTiles(split=2))}),
     ("flex", masks.causal_document(1003, 2001, [500, 700, 801]), 128, {"deterministic": True}),
 ])
 def test_lowers_for_a_gpu(kernel, mask, head_dim, options):
