@@ -215,6 +215,7 @@ def _timelines(found: Sequence[Row]) -> str:
         pictures.plt.close(figure)
     if not parts:
         return ""
-    note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate of the step's "
-            "busiest rank), yellow waits for the step's slowest rank, red are links that no computation hides.</p>")
+    note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate "
+            "of the step's busiest rank), yellow waits for the step's slowest rank, red are links that no computation "
+            "hides.</p>")
     return f"<h3>Timelines</h3>{note}{''.join(parts)}"
