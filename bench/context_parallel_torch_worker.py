@@ -295,7 +295,8 @@ def look_inside(bench: Bench, plan, schedule, which: str, call) -> dict[str, Any
     slowest = [max(s) for s in zip(*by_rank)]
     found: dict[str, Any] = {"step_seconds": by_rank}
     if bench.links is not None:
-        guess = predict(schedule.signature, which, slowest, bench.links)
+        groups = 1 if plan is None else plan.local.groups
+        guess = predict(schedule.signature, which, slowest, bench.links, groups)
         found |= {"links": dataclasses.asdict(bench.links), "predicted": guess.total, "compute": guess.compute}
     if bench.stack.on_gpu:
         found["trace"] = bench.gather(_overlap(call) if plan is not None else None)

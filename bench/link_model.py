@@ -81,15 +81,20 @@ def _group_seconds(nodes: Sequence[int], collective: Collective, links: Links) -
     return max(links.seconds("inner", inside, piece), links.seconds("outer", others - inside, piece))
 
 
-def predict(signature: Signature, which: str, compute: Sequence[float], links: Links) -> Prediction:
+def predict(
+    signature: Signature, which: str, compute: Sequence[float], links: Links, head_groups: int = 1
+) -> Prediction:
     """Plays a pass in the order in which the stacks execute it.
 
     Args:
       which: "forward" or "backward".
       compute: seconds of the slowest rank at each step.
+      head_groups: groups of heads that travel and compute in turn, of a scheme that gathers its keys.
     """
     if len(compute) != len(signature.steps):
         raise ValueError(f"compute: {len(compute)} times for {len(signature.steps)} steps")
+    if head_groups > 1:
+        return _in_groups(signature, which, compute[0], links, head_groups)
     clock = _Clock(signature, links)
     walk = [c for c in signature.collectives(which) if c.kind == "permute"]
     others = sum(collective_seconds(signature, c, links) for c in signature.collectives(which) if c.kind != "permute")
@@ -115,6 +120,29 @@ def predict(signature: Signature, which: str, compute: Sequence[float], links: L
     if which == "backward":
         now = clock.send(sums, sizes, signature.home, now)
     return Prediction(now + others, float(sum(compute)))
+
+
+def _in_groups(signature: Signature, which: str, compute: float, links: Links, groups: int) -> Prediction:
+    """What a group needs leaves when the group before begins to compute; what it made leaves when it has computed."""
+    if not signature.gathers:
+        raise ValueError(f"head_groups: {groups} with {signature.scheme}, which walks a ring")
+    needed, made = 0.0, 0.0
+    for c in signature.collectives(which):
+        part = dataclasses.replace(c, operand_bytes=c.operand_bytes // groups, wire_bytes=c.wire_bytes // groups)
+        seconds = collective_seconds(signature, part, links)
+        if c.tensor in ("out", "lse", "dq", "dk", "dv"):
+            made += seconds
+        else:
+            needed += seconds
+    now = 0.0
+    coming = free = needed
+    for n in range(groups):
+        held = coming
+        if n + 1 < groups:
+            coming = free = max(free, now) + needed
+        now = max(now, held) + compute / groups
+        free = max(free, now) + made
+    return Prediction(free, compute)
 
 
 class _Clock:

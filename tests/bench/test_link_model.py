@@ -80,3 +80,21 @@ def test_impossible_links_are_refused(name, value):
 def test_compute_needs_a_time_for_each_step():
     with pytest.raises(ValueError, match="steps"):
         predict(signature_of("ring", 4), "forward", [1.0], FREE)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("scheme,world", [("ulysses", 4), ("all_gather", 3)])
+def test_head_groups_hide_all_but_the_first_and_the_last_part(scheme, world, which):
+    """Long compute: of what is needed and made 1 / groups shows. Links that cost nothing, or one group: as without."""
+    signature = signature_of(scheme, world)
+    links = Links(0.0, 1e6, 0.0, 1e6)
+    plain = predict(signature, which, [10.0], links)
+    for groups in (2, 4):
+        grouped = predict(signature, which, [10.0], links, groups)
+        assert grouped.exposed == pytest.approx(plain.exposed / groups)
+        assert predict(signature, which, [3.0], FREE, groups).total == pytest.approx(3.0)
+
+
+def test_head_groups_of_a_ring():
+    with pytest.raises(ValueError, match="head_groups: 2 with ring"):
+        predict(signature_of("ring", 2), "forward", [1.0, 1.0], FREE, 2)
