@@ -9,6 +9,7 @@ from tests.conformance import BUDGET, FLOOR, inputs, relative_error
 from tests.schemes import Case
 from torch_impl import context_parallel, kernels
 from torch_impl.context_parallel.threads import ThreadRanks
+from workload.block_masks import BlockMask
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem
 
@@ -28,9 +29,12 @@ def run_rank(case: Case, ranks, rank: int, values=None) -> dict[str, np.ndarray]
     mesh = context_parallel.make_mesh(case.topology, ranks, rank)
     if mesh is None:
         return {}
+    options = dict(case.plan)
+    if mesh.device.type == "cuda" and isinstance(case.problem.mask, BlockMask):
+        options.setdefault("kernel", "naive")  # blocks of these sizes are below a GPU kernel's tiles
     plan = context_parallel.make_plan(case.problem, scheme=case.scheme, mesh=mesh, sharding=case.sharding,
-                                      with_lse=True, **dict(case.plan))
-    mesh, (*operands, dout) = plan.local.mesh, values or arrays(case)
+                                      with_lse=True, **options)
+    mesh, (*operands, dout) = plan.local.mesh, [x.to(mesh.device) for x in values or arrays(case)]
     sides = ("q", "kv", "kv")
     q, k, v = (context_parallel.shard(x, plan, s).requires_grad_() for x, s in zip(operands, sides))
     mesh.forget()
@@ -47,7 +51,7 @@ def run_rank(case: Case, ranks, rank: int, values=None) -> dict[str, np.ndarray]
     whole = {"out": context_parallel.unshard(out.detach(), plan),
              "lse": context_parallel.unshard(lse.transpose(1, 2), plan).transpose(1, 2)}
     whole |= {f"d{n}": context_parallel.unshard(x.grad, plan, s) for n, x, s in zip("qkv", (q, k, v), sides)}
-    return {name: x.double().numpy() for name, x in whole.items()}
+    return {name: x.double().cpu().numpy() for name, x in whole.items()}
 
 
 @functools.lru_cache(maxsize=8)

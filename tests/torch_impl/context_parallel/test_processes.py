@@ -1,9 +1,10 @@
-"""Context parallelism over gloo, one process a rank; the same cases on threads are in test_matrix.py."""
+"""Context parallelism, one process a rank; the same cases on threads are in test_matrix.py."""
 
 import json
 import sys
 
 import pytest
+import torch
 
 from torch_impl.launch import spawn
 
@@ -23,6 +24,12 @@ def test_collectives_and_sampled_matrix():
     """One job of four: the checks of rank_worker.py, then worlds of 1, 2, 3 and 4 ranks while the others go on."""
     for answer in run(4, "all", stride=12, worlds=(1, 2, 3, 4)):
         assert answer["count"] > 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_collectives_and_matrix_on_two_gpus():
+    """The same over NCCL, with the GPU's kernels."""
+    run(2, "all", stride=3, worlds=(1, 2), deadline_s=250)
 
 
 @pytest.mark.slow
