@@ -38,6 +38,18 @@ def _plain(value):
     return value
 
 
+NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _restored(value):
+    """The inverse of `_plain`."""
+    if isinstance(value, dict):
+        return {k: _restored(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_restored(v) for v in value]
+    return NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
 class Writer:
     """Appends rows to a file; each is on disk when `write` returns. Refuses a key that it has."""
 
@@ -80,7 +92,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     *lines, _ = path.read_bytes().split(b"\n")  # what stands behind the last newline was cut short
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = _restored(json.loads(line))
             validate(row)
         except (ValueError, TypeError) as problem:
             raise ValueError(f"{path}:{number}: {problem}") from problem

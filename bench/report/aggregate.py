@@ -98,7 +98,7 @@ def _entry(key: tuple, group: list[Row], copy: float | None) -> Entry:
     known: dict[str, Any] = {"density": first.get("density"), "waste": first.get("tiles", {}).get("waste")}
     shares = [(float(e) / r["budget"][n], n) for r in group for n, e in r.get("errors", {}).items()]
     if shares:
-        known["error_share"], known["worst"] = max(shares)
+        known["error_share"], known["worst"] = worst(shares)
     timed = [r for r in good if "rate" in r]
     if timed:
         seconds, flops = sum(r["seconds"]["median"] for r in timed), sum(r["flops"] for r in timed)
@@ -114,6 +114,15 @@ def _entry(key: tuple, group: list[Row], copy: float | None) -> Entry:
             "flags": tuple(dict.fromkeys(f for r in timed for f in r["flags"])),
         }
     return dataclasses.replace(entry, **known)
+
+
+def worst(shares: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The largest (error over budget, result); NaN is larger than any number.
+
+    >>> worst([(2.0, "out"), (float("nan"), "dq"), (3.0, "dv")])
+    (nan, 'dq')
+    """
+    return max(shares, key=lambda x: (x[0] != x[0], x[0]))
 
 
 def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:

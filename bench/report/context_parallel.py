@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.report import page, pictures, timeline
+from bench.report import aggregate, page, pictures, timeline
 from bench.report.tables import grid, number
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -134,6 +134,37 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, "### Context parallelism, every row\n", grid(HEAD, body), ""])
 
 
+AGREEMENT = ("scheme", "mask", "world", "sharding", "tokens checked", "JAX", "PyTorch", "verdict")
+
+
+def agreement(rows: Sequence[Row]) -> list[list[str]]:
+    """One line for each scheme, mask, world and sharding that both stacks ran on real ranks, in `AGREEMENT`'s columns.
+
+    A side shows its worst error against the float64 reference over the budget, and which result that is. Two sides
+    within their budget are within twice the budget of each other.
+    """
+    groups: dict[tuple, dict[str, Row]] = {}
+    for row in rows_of(rows):
+        if row["kind"] == "context_parallel":
+            case = row["case"]
+            key = case["scheme"], case["spec"]["mask"], case["world"], case["sharding"], str(case["spec"])
+            groups.setdefault(key, {})[case["stack"]] = row
+    lines = []
+    for (scheme, mask, world, sharding, _), sides in sorted(groups.items()):
+        if len(sides) == 2:
+            good = all(row["status"] == "ok" for row in sides.values())
+            lines.append([scheme, mask, str(world), sharding, str(sides["jax"].get("check_len", "")),
+                          *(_worst(sides[stack]) for stack in ("jax", "torch")), "pass" if good else "fails"])
+    return lines
+
+
+def _worst(row: Row) -> str:
+    if not row.get("errors"):
+        return f"{row['status']}: {row['reason']}"[:80]
+    share, name = aggregate.worst((e / row["budget"][n], n) for n, e in row["errors"].items())
+    return f"{share:.2f} {name}"
+
+
 def section(rows: Sequence[Row]) -> str:
     """HTML: how to read it, the table with causes, the timelines."""
     found = rows_of(rows)
@@ -153,7 +184,16 @@ def section(rows: Sequence[Row]) -> str:
         "bytes needed.</p>"
         + _explanation(found) + _pivot_tables(found) + f"<details><summary>{len(body)} rows, each with its cause"
         f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
+        + _agreement(found)
     )
+
+
+def _agreement(found: Sequence[Row]) -> str:
+    lines = agreement(found)
+    if not lines:
+        return ""
+    return ("<h3>Do the stacks agree on ranks?</h3><p class='soft'>Worst error over its budget (1 is the limit), and "
+            f"which result it is.</p>{page.table(AGREEMENT, lines)}")
 
 
 def _pivot_tables(found: Sequence[Row]) -> str:

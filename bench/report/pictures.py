@@ -139,7 +139,8 @@ def _heat_map(masks, columns, cells, unit, title) -> plt.Figure:
             if entry is not None and entry.rate:
                 rates[m, c] = entry.rate / unit
     with plt.rc_context({**STYLE, "axes.grid": False}):
-        figure, axis = plt.subplots(figsize=(max(5.0, 2.2 + 0.62 * len(columns)), 1.4 + 0.3 * len(masks)), layout="constrained")
+        size = max(5.0, 2.2 + 0.62 * len(columns)), 1.4 + 0.3 * len(masks)
+        figure, axis = plt.subplots(figsize=size, layout="constrained")
         axis.imshow(rates, cmap="viridis", vmin=0, aspect="auto")
         axis.set_xticks(range(len(columns)), [c.replace(" ", "\n") for c in columns], fontsize=7)
         axis.set_yticks(range(len(masks)), masks, fontsize=8)

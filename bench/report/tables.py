@@ -27,7 +27,7 @@ def cell(entry: Entry | None, unit: float) -> str:
 
 
 def number(x: float) -> str:
-    """Three digits."""
+    """Three digits; infinity as it is."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
 
@@ -106,8 +106,7 @@ def share(row: dict, side: str) -> str:
     if not errors:
         return "–"
     budget = row["budget_cross"] if side == "cross" else row["budget"]
-    name, value = max(
-        ((n, float(e) / budget[n]) for n, e in errors.items()), key=lambda x: (x[1] != x[1], x[1]))
+    value, name = aggregate.worst((float(e) / budget[n], n) for n, e in errors.items())
     return f"{value:.2f} {name}"
 
 

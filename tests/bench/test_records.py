@@ -1,6 +1,7 @@
 """Records survive being cut short, and no key is there twice."""
 
 import json
+import math
 
 import pytest
 
@@ -14,8 +15,10 @@ def row(key, status="ok", **more):
 
 def test_rows_come_back_with_what_json_cannot_say(tmp_path):
     with records.Writer(tmp_path / "new" / "r.jsonl") as writer:
-        writer.write(row("a", error=float("nan"), big=float("inf")))
-        assert records.read(writer.path)[0]["error"] == "nan"  # on disk before the file is closed
+        writer.write(row("a", error=float("nan"), big=[float("inf"), -float("inf")]))
+        back = records.read(writer.path)[0]  # on disk before the file is closed
+        assert math.isnan(back["error"]) and back["big"] == [float("inf"), -float("inf")]
+        assert "NaN" not in writer.path.read_text() and "Infinity" not in writer.path.read_text()
     assert records.read(tmp_path / "absent.jsonl") == []
 
 

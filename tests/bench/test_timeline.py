@@ -82,3 +82,16 @@ def test_the_section_says_why_a_ring_waits():
     figure = timeline.picture(row)
     assert len(figure.axes[0].patches) == len(timeline.bars(row, "forward"))
     pictures.plt.close("all")
+
+
+def test_agreement_on_ranks_pairs_the_stacks():
+    row, _ = replayed()
+    sides = []
+    for stack, error, status in (("jax", 1e-3, "ok"), ("torch", float("nan"), "mismatch")):
+        sides.append({**row, "kind": "context_parallel", "key": stack, "case": {**row["case"], "stack": stack},
+                      "schedule": row, "status": status, "reason": "" if status == "ok" else "out: error nan",
+                      "errors": {"out": error}, "budget": {"out": 2e-3}, "check_len": 96})
+    lines = context_parallel.agreement(sides)
+    assert lines == [["ring", "causal_document", "4", "zigzag", "96", "0.50 out", "nan out", "fails"]]
+    assert context_parallel.agreement(sides[:1]) == []
+    assert "Do the stacks agree on ranks?" in context_parallel.section(sides)
