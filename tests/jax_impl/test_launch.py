@@ -12,7 +12,7 @@ WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
 @pytest.mark.parametrize("scheme", ["ring", pytest.param("ulysses", marks=pytest.mark.slow),
                                     pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_two_processes_attend(scheme):
-    said = [s.splitlines()[-1].split() for s in spawn([*WORKER, scheme], 2, deadline_s=120)]  # gloo talks before
+    said = [s.splitlines()[-1].split() for s in spawn([*WORKER, scheme], 2, deadline_s=80)]  # gloo talks before
     assert [s[:2] for s in said] == [["0", "2"], ["1", "2"]]
     for _, _, *errors in said:
         assert len(errors) == 3 and all(float(e) < 1e-6 for e in errors)
@@ -20,13 +20,13 @@ def test_two_processes_attend(scheme):
 
 def test_a_lost_rank_ends_the_job():
     with pytest.raises(RankFailure, match="rank 1 of 2 was lost .SIGKILL. at step 'joined', peer 0"):
-        spawn([*WORKER, "lost"], 2, deadline_s=120)
+        spawn([*WORKER, "lost"], 2, deadline_s=80)
 
 
 def test_a_rank_that_lags_ends_the_job_at_the_deadline():
     """K7: nothing in JAX would end it; the launcher names the rank that the others wait for."""
-    with pytest.raises(RankFailure, match="rank 1 of 2 is the furthest behind at the deadline of 12 s at step 'join"):
-        spawn([*WORKER, "slow"], 2, deadline_s=12)
+    with pytest.raises(RankFailure, match="rank 1 of 2 is the furthest behind at the deadline of 8 s at step"):
+        spawn([*WORKER, "slow"], 2, deadline_s=8)
 
 
 def test_command_line(capsys):

@@ -32,7 +32,7 @@ def assert_right(found):
 
 def test_sampled_matrix():
     """A sample of schemes x masks x worlds equals the oracle in both passes and moves the schedule's bytes."""
-    for found in (records("matrix", 29, 2, 3, 4), records("matrix", 41, 8)):
+    for found in (records("matrix", 37, 2, 3, 4), records("matrix", 67, 8)):
         assert len(found) > 1
         assert_right(found)
 
@@ -50,10 +50,14 @@ def test_a_permutation_of_several_cycles():
     assert_right(records("permutes"))
 
 
-def test_gradient_error_does_not_grow_with_the_world():
-    for r in records("precision"):
+@pytest.mark.parametrize("travel,limit,schemes", [
+    ("float32", 1.5, ("ring", "all_gather")),
+    pytest.param("float32", 1.5, ("ulysses",), marks=pytest.mark.slow),
+    pytest.param("bfloat16", 4.0, ("ring", "all_gather"), marks=pytest.mark.slow),
+])
+def test_gradient_error_does_not_grow_with_the_world(travel, limit, schemes):
+    for r in records("precision", travel, *schemes):
         for name in ("out", "dq", "dk", "dv"):
-            limit = 1.5 if r["case"].endswith("float32") else 4.0
             assert 0 < r["eight"][name] <= limit * r["one"][name], (r["case"], name, r)
 
 
