@@ -18,7 +18,7 @@ from jax_impl.kernels.hopper_forward import LOG2E, round_up
 from jax_impl.kernels.hopper_kernel import whole_rows
 from jax_impl.kernels.hopper_lists import Layout, Lists, both_ways, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
-from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
+from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, kv_heads_in_cache, sparse_backward
 from jax_impl.kernels.hopper_sparse_forward import ListRefs, SparseTiles, row_tile, sparse_forward
 from workload.problem import AttentionProblem
 
@@ -158,11 +158,14 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     rows = (lse, delta.astype(jnp.float32))
     dout = dout.astype(q.dtype)
-    if isinstance(operands.backward, ListedKeys):
-        rows = _padded(*rows, WIDE)
+    policy = operands.backward
+    if isinstance(policy, ListedKeys):
+        lse, delta = _padded(lse, rows[1], WIDE)
         q_len, kv_len = q.shape[1], k.shape[1]
-        arrays = whole_rows(q, k, v, dout)
-        dq, dk, dv = key_major(*arrays, *rows, operands.backward, scale, operands.schedules.wide,  # type: ignore
+        q, k, v, dout = whole_rows(q, k, v, dout)
+        wide = operands.schedules.wide
+        side = wide.side or kv_heads_in_cache(q_len, k.shape[2], q.shape[3], operands.schedules.narrow.l2_bytes)
+        dq, dk, dv = key_major(q, k, v, dout, lse, delta, policy, scale, dataclasses.replace(wide, side=side),
                                grad_dtype=grad_dtype, with_dq=True)
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:

@@ -25,11 +25,19 @@ PART = 64  # features of dq that are staged at a time
 
 @dataclasses.dataclass(frozen=True)
 class SparseBackwardTiles:
-    """The schedule: tiles of one ring, registers of a consumer and of the producer, cache budget (see SparseTiles)."""
+    """The schedule: tiles of one ring, registers of a consumer and of the producer, cache budget of what is in use."""
 
     slots: int = 3
     registers: tuple[int, int] = (240, 24)
-    l2_bytes: int = 24 << 20
+    l2_bytes: int = 32 << 20
+
+
+def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> int:
+    """kv heads to run side by side, a divisor of them all: of each, one query head's q, dout and float32 dq is in use.
+
+    Lists are met in no common order, so what is not in the cache comes from memory anew for every tile.
+    """
+    return heads_side_by_side(kv_heads, kv_heads, 8 * q_len * head_dim, budget)
 
 
 def sparse_backward(q, k, v, dout, lse, delta, lists: Lists, scale: float, tiles: SparseBackwardTiles, *, grad_dtype):
@@ -47,7 +55,7 @@ def sparse_backward(q, k, v, dout, lse, delta, lists: Lists, scale: float, tiles
     """
     batch, q_len, q_heads, dim = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
-    side = heads_side_by_side(kv_heads, kv_heads, 4 * q_len * dim * (q_heads // kv_heads), tiles.l2_bytes)
+    side = kv_heads_in_cache(q_len, kv_heads, dim, tiles.l2_bytes)
     grad_dtype = jnp.dtype(grad_dtype)
     kernel = _Backward(tiles, scale, q_heads // kv_heads, kv_heads, dim, side, lists.heads, dtype, grad_dtype)
     grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, kv_heads, dim), grad_dtype)
@@ -136,10 +144,6 @@ class _Backward:
                                            for x in ("tile", "full", "total")), 1)
             _Consumer(self, s, mine, batch, kv_head, warpgroup).run()
 
-    def item(self, n):
-        """(place in the list, query head of the group) of step n: all heads of a piece, then the next piece."""
-        return lax.div(n, jnp.int32(self.group)), lax.rem(n, jnp.int32(self.group))
-
 
 def _produce(kernel: _Backward, s: _Scratch, walks: list[Walk], batch, kv_head):
     """Loads each warpgroup's keys and values once, then keeps the rings of douts and queries full."""
@@ -158,8 +162,8 @@ def _produce(kernel: _Backward, s: _Scratch, walks: list[Walk], batch, kv_head):
         plgpu.copy_gmem_to_smem(stats.at[batch, head, rows], s.stat_s.at[slot], s.ready.at[slot])
 
     def both(c: int, walk: Walk, n):
-        place, g = kernel.item(n)
-        piece, head = walk.index(place, 0), kv_head * group + g
+        g = lax.div(n, jnp.maximum(walk.total, 1))  # one query head after the other
+        piece, head = walk.index(n - g * walk.total, 0), kv_head * group + g
         load(c, 2 * n, s.do_g, s.delta_g, piece, head)
         load(c, 2 * n + 1, s.q_g, s.lse_g, piece, head)
 
@@ -206,18 +210,23 @@ class _Consumer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _all_steps(self, dk_ref, dv_ref):
-        step, group = functools.partial(self._step, dk_ref, dv_ref), self.kernel.group
-        full = self.walk.full * group
-        lax.fori_loop(0, full, functools.partial(step, False), None)
-        lax.fori_loop(full, self.walk.total * group, functools.partial(step, True), None)
+        full, total = self.walk.full, self.walk.total
+
+        def one_head(g, before):
+            step = functools.partial(self._step, dk_ref, dv_ref, self.kv_head * self.kernel.group + g, before)
+            lax.fori_loop(0, full, functools.partial(step, False), None)
+            lax.fori_loop(full, total, functools.partial(step, True), None)
+            return before + total
+
+        lax.fori_loop(0, self.kernel.group, one_head, jnp.int32(0))
         return dk_ref[...], dv_ref[...]
 
     def _slot(self, turn):
         slots = jnp.int32(self.kernel.tiles.slots)
         return self.warpgroup * slots + lax.rem(turn, slots)
 
-    def _step(self, dk_ref, dv_ref, masked: bool, n, _):
-        s, kernel, mine = self.s, self.kernel, self.warpgroup
+    def _step(self, dk_ref, dv_ref, head, before, masked: bool, n, _):
+        s, kernel, mine, n = self.s, self.kernel, self.warpgroup, before + n
         do_slot, q_slot = self._slot(2 * n), self._slot(2 * n + 1)
         tile = plgpu.ACC((ROWS, ROWS), jnp.float32)
         p, ds = pl.run_scoped(functools.partial(self._gradient, masked, do_slot, q_slot), tile, tile)
@@ -225,7 +234,6 @@ class _Consumer:
         plgpu.wgmma(dv_ref, p, s.ring_s.at[do_slot])
         s.ds_s[mine] = ds
         plgpu.commit_smem()
-        head = self.kv_head * kernel.group + lax.rem(n, jnp.int32(kernel.group))
         target = s.dq_g.at[self.batch, pl.ds(s.piece_s[q_slot] * ROWS, ROWS), head]
         for part in range(kernel.dim // PART):
             share = functools.partial(self._share, dk_ref if part == 0 else None, ds, do_slot, q_slot, part, target)

@@ -31,14 +31,15 @@ class SparseTiles:
       pieces: pieces of a step.
       slots: tiles that all rings hold together.
       registers: of a consumer and of the producer thread.
-      turns: whether consumers take turns at issuing products.
+      turns: whether consumers take turns at issuing products; None: where they share their tiles. On an H200 turns
+        lost 4 % at separate lists and won 3 % at a shared one.
       l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
     """
 
     pieces: int = 2
     slots: int = 6
     registers: tuple[int, int] = (240, 24)
-    turns: bool = True
+    turns: bool | None = None
     l2_bytes: int = 24 << 20
 
 
@@ -69,6 +70,8 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
     side, sections = (side // CONSUMERS if sharing == "heads" else side), q_heads // side
     kernel = _Forward(tiles, lists.rows, lists.piece, sharing, rings, scale, q_heads, kv_heads, dim, side,
                       lists.heads, q.dtype, out_dtype)
+    if tiles.turns is None:
+        kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(tiles, turns=rings == 1))
     slots, bar = tiles.slots // rings * rings, plgpu.Barrier
     out, lse = plgpu.kernel(
         kernel.body,
