@@ -37,7 +37,7 @@ class FlexOperands:
         blocks, full key blocks, partial query blocks and full query blocks; heads is 1 or q_heads.
       seen: the predicate, (b, h, i, j, *bounds) -> visible; hashable.
       block: size of the blocks, of queries and keys alike.
-      tile: the largest tile of a block that the template may take, None for its own choice.
+      tile: side of the forward kernel's tiles, None for its own choice.
       kernel: whose operands these are, for messages.
     """
 
@@ -69,8 +69,7 @@ class Form:
 
     def options(self) -> dict:
         """The operators' kernel options."""
-        names = ("fwd_BLOCK_M", "fwd_BLOCK_N", *(f"bwd_BLOCK_{x}" for x in ("M1", "N1", "M2", "N2")))
-        return OPTIONS | (dict.fromkeys(names, self.tile) if self.tile else {})
+        return OPTIONS | (dict.fromkeys(("fwd_BLOCK_M", "fwd_BLOCK_N"), self.tile) if self.tile else {})
 
 
 def block_lists(begin: np.ndarray, end: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,10 @@ from torch_impl.kernels.block_lists import TileLists, key_walk, query_walk, tile
 from torch_impl.kernels.block_sparse import UniformBlocks
 from torch_impl.kernels.flex import FlexOperands
 from torch_impl.kernels.walks import Launch
-from workload.problem import AttentionProblem
+from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex_sparse"
-TILE = 64  # of a block that the template's own choice, 128, does not divide
+TILE = 64  # of the forward kernel in a block that its own choice, 128, does not divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +47,31 @@ def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
 
 
 def _partial_and_full(lists: TileLists, repeats: int) -> list[torch.Tensor]:
-    """Counts and indices of the partial blocks, then of the full ones, which lead in `lists`."""
+    """Counts and indices of the partial blocks, then of the full ones, which lead in `lists`.
+
+    Both of one width: the operator's kernels address either list by the strides of the partial one.
+    """
     slots = torch.arange(lists.indices.shape[2], device=lists.indices.device)
     partial = lists.counts - lists.full
-    width = max(1, int(partial.max()))
-    place = (lists.full[:, :, None] + slots[:width]).clamp(max=len(slots) - 1)
+    place = (lists.full[:, :, None] + slots).clamp(max=len(slots) - 1)
     arrays = (partial, lists.indices.gather(2, place.long()), lists.full, lists.indices)
     return [x.repeat_interleave(repeats, dim=0)[None].contiguous() for x in arrays]
 
 
+class Blocks(UniformBlocks):
+    """The base's checks, and that the operator's backward kernel has a tile that divides the blocks."""
+
+    def refuse(self, problem: AttentionProblem, passes=PASSES) -> str | None:
+        """Why the kernel cannot take this problem, naming the argument; None where it can."""
+        reason = super().refuse(problem, passes)
+        if reason is None and "backward" in passes and problem.mask.block % flex.BLOCK:
+            return f"does not take pass backward at block size {problem.mask.block} ({flex.BLOCK} must divide it)"
+        return reason
+
+
 KERNEL = Kernel(
     NAME,
-    UniformBlocks(("uniform_block",), passes=flex.KERNEL.capability.passes, source=flex.KERNEL.capability.source),
+    Blocks(("uniform_block",), passes=flex.KERNEL.capability.passes, source=flex.KERNEL.capability.source),
     prepare,
     flex.forward,
     flex.backward,
