@@ -8,19 +8,15 @@ A contender is stack:kernel. In each round every contender runs once, in an orde
 the pass's exact FLOPs over the median of the rounds; the ratio is to --against. One JSON line a case and pass.
 """
 
-import dataclasses
 import importlib
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags, logging
 
-from bench import environment
 from bench.cases import ProblemSpec
+from bench.interleave import contender, interleave, row_of
 from workload.errors import Unsupported
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
@@ -39,76 +35,6 @@ ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of a case.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
 WARM_UP = flags.DEFINE_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "File that JSON lines are added to.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """A compiled pass on its operands.
-
-    Attributes:
-      name: stack:kernel.
-      call: runs it once, without waiting.
-      finish: waits for a result of call.
-    """
-
-    name: str
-    call: Callable[[], object]
-    finish: Callable[[object], object]
-
-    def seconds(self, runs: int) -> float:
-        """Seconds of a call, as the mean over `runs` calls in a row."""
-        result, begin = None, time.perf_counter()
-        for _ in range(runs):
-            result = self.call()
-        self.finish(result)
-        return (time.perf_counter() - begin) / runs
-
-
-def contender(stack, kernel_name: str, problem, which: str) -> Contender:
-    """Prepares and compiles a pass of a kernel; raises `Unsupported` where it cannot take the problem."""
-    kernel = stack.kernel(kernel_name)
-    kernel.require(problem, ("forward",) if which == "forward" else PASSES)
-    q, k, v, dout = stack.random(problem)
-    operands = stack.prepare(kernel, problem)
-
-    def forward(q, k, v, operands):
-        return kernel.forward(q, k, v, operands, problem.scale)
-
-    def backward(q, k, v, out, lse, dout, operands):
-        return kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
-
-    arguments = (q, k, v, operands)
-    run, _, first = stack.compile((kernel_name, "forward", problem.scale), forward, *arguments)
-    if which == "backward":
-        arguments = (q, k, v, *first, dout, operands)
-        run, _, _ = stack.compile((kernel_name, "backward", problem.scale), backward, *arguments)
-    return Contender(f"{stack.name}:{kernel_name}", lambda: run(*arguments), stack.finish)
-
-
-def interleave(contenders: Sequence[Contender], rounds: int, seconds: float, warm_up: float, seed: int = 0):
-    """name -> seconds of a call in each round; every contender runs once a round, in an order drawn anew."""
-    rng, found = np.random.default_rng(seed), {c.name: [] for c in contenders}
-    estimates = {c.name: (c.seconds(1), c.seconds(2))[1] for c in contenders}
-    for _ in range(rounds):
-        for number in rng.permutation(len(contenders)):
-            chosen = contenders[number]
-            runs = [max(1, round(share / estimates[chosen.name])) for share in (warm_up, seconds)]
-            chosen.seconds(runs[0])
-            found[chosen.name].append(chosen.seconds(runs[1]))
-    return found
-
-
-def row_of(spec: ProblemSpec, which: str, flops: int, found: dict, refused: dict, against: str) -> dict:
-    """The record of a case: median rates in TFLOP/s, the spread of the rounds, ratios to `against`, refusals."""
-    middle = {name: float(np.median(x)) for name, x in found.items()}
-    base = middle.get(against)
-    return {
-        "case": dataclasses.asdict(spec), "pass": which, "flops": flops, "against": against,
-        "tflops": {name: flops / x / 1e12 for name, x in middle.items()},
-        "spread": {name: float(np.ptp(x) / np.median(x)) for name, x in found.items()},
-        "ratio": {name: base / x for name, x in middle.items()} if base else {},
-        "refused": refused, "environment": environment.machine(),
-    }
 
 
 def run_case(stacks: dict, spec: ProblemSpec, which: str) -> dict:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bench import peers
+from bench import interleave
 from bench.cases import ProblemSpec
 
 
@@ -15,19 +15,19 @@ def test_every_contender_runs_warm_up_and_timed_calls_in_every_round():
     calls = collections.Counter()
 
     def stub(name):
-        return peers.Contender(name, lambda: calls.update([name]), lambda _: None)
+        return interleave.Contender(name, lambda: calls.update([name]), lambda _: None)
 
-    found = peers.interleave([stub("a"), stub("b")], rounds=5, seconds=0, warm_up=0)
+    found = interleave.interleave([stub("a"), stub("b")], rounds=5, seconds=0, warm_up=0)
     assert {name: len(x) for name, x in found.items()} == {"a": 5, "b": 5}
     assert calls == {"a": 3 + 2 * 5, "b": 3 + 2 * 5}  # three for the estimate
 
 
 def test_rates_are_flops_over_the_median_and_ratios_are_to_the_one_named():
     spec = ProblemSpec("causal", 64)
-    row = peers.row_of(spec, "forward", 6 * 10**12, {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}, {"z": "why"}, "y")
+    row = interleave.row_of(spec, "forward", 6 * 10**12, {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}, {"z": "why"}, "y")
     assert row["tflops"] == {"x": 3.0, "y": 2.0} and row["ratio"] == {"x": 1.5, "y": 1.0}
     assert row["spread"] == {"x": 4.0, "y": 0.0} and row["refused"] == {"z": "why"}
-    assert peers.row_of(spec, "forward", 1, {"x": [1.0]}, {}, "absent")["ratio"] == {}
+    assert interleave.row_of(spec, "forward", 1, {"x": [1.0]}, {}, "absent")["ratio"] == {}
 
 
 @pytest.mark.slow
