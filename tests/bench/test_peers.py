@@ -24,7 +24,8 @@ def test_every_contender_runs_warm_up_and_timed_calls_in_every_round():
 
 def test_rates_are_flops_over_the_median_and_ratios_are_to_the_one_named():
     spec = ProblemSpec("causal", 64)
-    row = interleave.row_of(spec, "forward", 6 * 10**12, {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}, {"z": "why"}, "y")
+    found = {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}
+    row = interleave.row_of(spec, "forward", 6 * 10**12, found, {"z": "why"}, "y")
     assert row["tflops"] == {"x": 3.0, "y": 2.0} and row["ratio"] == {"x": 1.5, "y": 1.0}
     assert row["spread"] == {"x": 4.0, "y": 0.0} and row["refused"] == {"z": "why"}
     assert interleave.row_of(spec, "forward", 1, {"x": [1.0]}, {}, "absent")["ratio"] == {}
