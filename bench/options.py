@@ -47,16 +47,12 @@ def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
 def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str] = ("1K", "2K", "4K", "8K"),
            out: str = "out/dense.jsonl") -> None:
     """Defines the shared flags; a binary calls this once, before `app.run`."""
-    flags.DEFINE_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
+    define_run(out)
     flags.DEFINE_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")
     flags.DEFINE_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
     flags.DEFINE_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
-    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
     flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
     flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1)
-    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
-    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     flags.DEFINE_string(
         "documents", "auto",
         "Where document lengths come from: auto (Pile to 8K, ProLong-64K to 64K, ProLong-512K above), pile, "
@@ -71,6 +67,15 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
     flags.DEFINE_integer("sparse_block", 128, "Block of the dynamic masks in tokens.", lower_bound=1)
     flags.DEFINE_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
+
+
+def define_run(out: str) -> None:
+    """Defines the flags that every binary of kernels has: stacks, sizes, passes, and how a run goes."""
+    flags.DEFINE_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
+    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
+    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
     flags.DEFINE_string("out", out, "Record file: one JSON line a row.")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
@@ -80,16 +85,21 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     flags.DEFINE_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
 
 
+def lengths(values: flags.FlagValues) -> list[int]:
+    """The sequence lengths of --seqlens. ValueError names the flag."""
+    try:
+        return [tokens(text) for text in values.seqlens]
+    except ValueError as problem:
+        raise ValueError(f"--seqlens: {problem}") from problem
+
+
 def cases(values: flags.FlagValues) -> list[Case]:
     """The rows that the flags ask for, each built once to see that it is one. ValueError names the flag."""
     stacks = choose("stack", values.stack, STACKS)
     kernels = choose("kernels", values.kernels, ALL_KERNELS)
     masks = choose("masks", values.masks, ALL_BUILDERS)
     passes = choose("passes", values.passes, PASSES)
-    try:
-        seqlens = [tokens(text) for text in values.seqlens]
-    except ValueError as problem:
-        raise ValueError(f"--seqlens: {problem}") from problem
+    seqlens = lengths(values)
     if values.q_heads % values.kv_heads:
         raise ValueError(f"--kv_heads: {values.kv_heads} does not divide --q_heads {values.q_heads}")
     if not values.document_cap:
