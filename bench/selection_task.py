@@ -28,8 +28,8 @@ def clock(case: dict[str, Any], step: str, protocol: dict[str, Any]) -> dict[str
     compiled, _, scores = stack.compile(("pooled_scores", chosen.spec.label), pool, q, k)
     arguments: tuple = (q, k)
     if step != "pooled_scores":
-        given = {"top_k": {"k": int(mask.counts.max())}, "top_p": {"p": MASS}}[step]
-        choose = functools.partial(getattr(selection, step), **given)
+        given: dict[str, dict[str, Any]] = {"top_k": {"k": int(mask.counts.max())}, "top_p": {"p": MASS}}
+        choose = functools.partial(getattr(selection, step), **given[step])
         arguments = (scores,)
         compiled, _, _ = stack.compile((step, chosen.spec.label), choose, scores)
     began = time.perf_counter()
