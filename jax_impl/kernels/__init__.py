@@ -6,7 +6,7 @@ from jax_impl.kernels.base import Kernel
 
 NAMES = (
     "naive", "sdpa", "cudnn", "fa1", "fa2", "fa3", "flashmask",
-    "flex", "vsa", "triton_vsa", "fa2_sparse", "flashinfer",
+    "flex", "vsa", "triton_vsa", "fa2_sparse", "flex_sparse", "flashinfer",
 )
 
 

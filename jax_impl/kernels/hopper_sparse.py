@@ -1,7 +1,7 @@
 """What the block-sparse Hopper kernels share on the host's side: operands and the two passes of the contract.
 
 Blocks that 128 divides run in tiles of 128 rows, two warpgroups on one list: forward in hopper_sparse_forward.py,
-backward in hopper_backward.py under the policy `ListedKeys`. All other blocks run in tiles of 64, a list a warpgroup;
+backward in hopper_backward.py under `ListPolicy`. All other blocks run in tiles of 64, a list a warpgroup;
 where 64 does not divide them, every block is laid out on tiles of its own first.
 """
 
@@ -19,7 +19,7 @@ from jax_impl.kernels.hopper_kernel import whole_rows
 from jax_impl.kernels.hopper_lists import Layout, Lists, both_ways, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
 from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, kv_heads_in_cache, sparse_backward
-from jax_impl.kernels.hopper_sparse_forward import ListRefs, SparseTiles, row_tile, sparse_forward
+from jax_impl.kernels.hopper_sparse_forward import SparseTiles, list_refs, row_tile, sparse_forward
 from workload.problem import AttentionProblem
 
 NARROW, WIDE = 64, 128
@@ -27,20 +27,27 @@ NARROW, WIDE = 64, 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ListedKeys(Policy):
-    """The policy of hopper_backward.py's kernel under lists: rows are keys in 128s, columns queries in 64s."""
+class ListPolicy(Policy):
+    """Lists as the policy of the Hopper kernels that take one, where tokens stay where they are.
+
+    Attributes:
+      lists: the pieces are the column tiles.
+      q_heads: query heads, static.
+      tested: whether every tile takes the element test, full ones too, static.
+    """
 
     lists: Lists
     q_heads: int = dataclasses.field(metadata={"static": True})
+    tested: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def row_tokens(self) -> int:
-        """Keys of a tile."""
+        """Rows of a tile."""
         return self.lists.rows
 
     @property
     def column_tokens(self) -> int:
-        """Queries of a tile."""
+        """Columns of a tile."""
         return self.lists.piece
 
     def operands(self):
@@ -50,20 +57,23 @@ class ListedKeys(Policy):
         return lax.div(head.q * self.lists.heads, jnp.int32(self.q_heads))
 
     def row_tile(self, refs, head, place):
-        return row_tile(ListRefs(*refs), self._mask_head(head), place)
+        return row_tile(list_refs(refs), self._mask_head(head), place)
 
     def walk(self, refs, head, tile):
-        r, h = ListRefs(*refs), self._mask_head(head)
-        full, total = r.full[h, tile], r.counts[h, tile]
+        r, h = list_refs(refs), self._mask_head(head)
+        total = r.counts[h, tile]
+        full = jnp.int32(0) if self.tested else r.full[h, tile]
         partial = total - full
         return Walk(partial, total, lambda n: r.indices[h, tile, jnp.where(n < partial, full + n, n - partial)])
 
     def load_rows(self, refs, head, row0, rows: int):
-        bound = ListRefs(*refs).bound.at[self._mask_head(head), pl.ds(row0, rows)]
+        bound = list_refs(refs).bound.at[self._mask_head(head), pl.ds(row0, rows)]
         return plgpu.load(bound, layout=ROW, optimized=False)
 
     def seen(self, state, head, place):
-        return place.index(1) >= place.by_row(state)
+        if self.lists.by_key:
+            return place.index(1) >= place.by_row(state)
+        return place.index(1) < place.by_row(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ class SparseOperands:
     """
 
     forward: Lists
-    backward: Lists | ListedKeys
+    backward: Lists | ListPolicy
     q_layout: Layout | None
     kv_layout: Layout | None
     schedules: SparseSchedules = dataclasses.field(metadata={"static": True})
@@ -97,7 +107,8 @@ class SparseOperands:
 def default_schedules(head_dim: int, wide: bool) -> SparseSchedules:
     """The schedules that measured best (bench/results/NOTES.md); tiles of head_dim 64 are half as large."""
     slots = 6 if head_dim == 128 else 12
-    return SparseSchedules(SparseTiles(1 if wide else 2, slots), SparseBackwardTiles(slots // 2))
+    backward = BackwardTiles(columns=NARROW if head_dim == 128 else WIDE)
+    return SparseSchedules(SparseTiles(1 if wide else 2, slots), SparseBackwardTiles(slots // 2), backward)
 
 
 def prepare(
@@ -118,8 +129,8 @@ def prepare(
     if not wide:
         layouts = jax.device_put((cut.q_layout, cut.kv_layout), device)
         return SparseOperands(by_query, by_key, *layouts, schedules)
-    by_key = both_ways(pieces(mask, NARROW, WIDE, False), device)[1]
-    return SparseOperands(by_query, ListedKeys(by_key, problem.q_heads), None, None, schedules)
+    by_key = both_ways(pieces(mask, schedules.wide.columns, WIDE, False), device)[1]
+    return SparseOperands(by_query, ListPolicy(by_key, problem.q_heads), None, None, schedules)
 
 
 def _heads_last(x):
@@ -159,7 +170,7 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
     rows = (lse, delta.astype(jnp.float32))
     dout = dout.astype(q.dtype)
     policy = operands.backward
-    if isinstance(policy, ListedKeys):
+    if isinstance(policy, ListPolicy):
         lse, delta = _padded(lse, rows[1], WIDE)
         q_len, kv_len = q.shape[1], k.shape[1]
         q, k, v, dout = whole_rows(q, k, v, dout)

@@ -111,6 +111,11 @@ class ListRefs:
     bound: jax.Ref
 
 
+def list_refs(refs) -> ListRefs:
+    """The lists at the front of a policy's arrays."""
+    return ListRefs(*refs[: len(dataclasses.fields(ListRefs))])
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """The pieces that one row tile visits, `pieces` a step.

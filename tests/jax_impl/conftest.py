@@ -5,7 +5,7 @@ import pytest
 
 from tests.jax_impl.interpret_patch import interpreted
 
-HOPPER = ("fa3", "flashmask", "flex", "vsa", "flashinfer")
+HOPPER = ("fa3", "flashmask", "flex", "vsa", "flashinfer", "flex_sparse")
 
 
 @pytest.fixture(autouse=True)

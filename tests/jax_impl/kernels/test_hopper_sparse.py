@@ -44,6 +44,7 @@ def test_tiles_of_128_share_a_list():
     judged("flashinfer", AttentionProblem(mask, 1, 2, 1, 64))
 
 
+@pytest.mark.slow
 def test_lists_per_query_head():
     """Every query head of a group has a list of its own; odd lists, an empty row, a negative scale."""
     picks = np.random.default_rng(3).random((2, 2, 3)) < 0.6
@@ -63,7 +64,7 @@ def test_no_races():
     judged("vsa", AttentionProblem(uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), 1, 2, 1, 64), races=True)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_query_block_selects_key_block_0(kv_heads):
     """dv of key block 0 sums the whole group and all query blocks; the others get nothing."""
     picks = np.zeros((1, 3, 2), bool)
@@ -111,6 +112,7 @@ def test_lists_hold_the_cells_of_the_mask(mask):
     ("vsa", uniform_block(1000, 1100, 2, 64, 0.5, causal=True), 128, 4, 2),
     ("vsa", uniform_block(1000, 1100, 1, 64, 0.5), 64, 3, 3),
     ("flashinfer", uniform_block(1000, 1100, 2, 128, 0.5), 128, 4, 2),
+    ("flashinfer", uniform_block(1000, 1100, 2, 256, 0.5), 64, 4, 2),
     ("flashinfer", variable_block(1000, 1100, 2, 100, 1, 0.5), 128, 4, 2),
 ])
 def test_lowers_to_an_h200(which, mask, head_dim, q_heads, kv_heads):

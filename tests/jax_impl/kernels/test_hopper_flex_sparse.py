@@ -1,0 +1,75 @@
+"""flex_sparse in JAX: lists with a predicate and logits of one's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import kernels
+from jax_impl.kernels.flex import Predicate
+from jax_impl.kernels.flex_sparse import prepare
+from tests.conformance import inputs, relative_error
+from tests.jax_impl.interpret_patch import interpreted
+from tests.jax_impl.kernels.test_hopper_sparse import judged, run
+from workload.block_masks import uniform_block
+from workload.problem import AttentionProblem
+
+KERNEL = kernels.get("flex_sparse")
+
+
+def even(b, h, i, j, q_values, kv_values):
+    """Keys of an even number, by an array of the caller's."""
+    return kv_values[0] == 0
+
+
+def tilted(score, b, h, i, j, q_values, kv_values):
+    return score * 0.5 + (j - i).astype(jnp.float32) / 128
+
+
+@pytest.mark.slow
+def test_lists_alone():
+    """Causal blocks of 128, lists per kv head, ragged both ways."""
+    judged("flex_sparse", AttentionProblem(uniform_block(150, 270, 2, 128, 0.7, causal=True, seed=1), 1, 2, 2, 64))
+
+
+def test_a_predicate_and_logits_of_ones_own():
+    """Every result against dense jnp under the blocks, the predicate and the changed logits together."""
+    problem = AttentionProblem(uniform_block(140, 200, 1, 128, 0.6, causal=True, seed=2), 1, 2, 1, 64)
+    odd = np.arange(200, dtype=np.int32) % 2
+    q, k, v, dout = (jnp.asarray(x, "bfloat16") for x in inputs(problem))
+    with interpreted():
+        operands = prepare(problem, predicate=Predicate(even, tilted, (), (odd,)))
+        got = run(KERNEL, problem.scale, operands, q, k, v, dout)
+    seen = jnp.asarray(problem.mask.dense() & (odd == 0))
+    i, j = jnp.arange(140)[:, None], jnp.arange(200)[None, :]
+
+    def dense(q, k, v):
+        s = tilted(problem.scale * jnp.einsum("bihd,bjkd->bhij", q, k), 0, 0, i, j, (), ())
+        some = seen.any(axis=1)
+        s = jnp.where(seen, s, -jnp.inf)
+        p = jnp.where(some[:, None], jax.nn.softmax(jnp.where(some[:, None], s, 0.0), axis=-1), 0.0)
+        return jnp.einsum("bhij,bjkd->bihd", p, v)
+
+    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    out, pull = jax.vjp(dense, *wide[:3])
+    for label, want in zip(("out", "dq", "dk", "dv"), (out, *pull(wide[3])), strict=True):
+        assert relative_error(np.asarray(got[label], np.float64), np.asarray(want)) < 8e-3, label
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lowers_to_an_h200(head_dim):
+    problem = AttentionProblem(uniform_block(1000, 1100, 2, 256, 0.5, causal=True), 2, 4, 2, head_dim)
+    shape = lambda s, d=jnp.bfloat16: jax.ShapeDtypeStruct(s, d)  # noqa: E731
+    operands = jax.tree.map(lambda x: shape(x.shape, x.dtype), prepare(problem))
+    args = (operands, shape(problem.q_shape), shape(problem.kv_shape), shape(problem.kv_shape), shape(problem.q_shape))
+    passes = functools.partial(run, KERNEL, problem.scale)
+    text = jax.jit(passes).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+
+
+def test_refuses_blocks_that_its_tiles_do_not_divide():
+    refuse = KERNEL.capability.refuse
+    assert "block size 64" in refuse(AttentionProblem(uniform_block(256, 256, 1, 64, 0.5)))
+    assert refuse(AttentionProblem(uniform_block(256, 256, 1, 256, 0.5))) is None
