@@ -1,4 +1,4 @@
-"""A quick run of the bench on this machine: every static mask, both stacks, checked, timed; ends with the report.
+"""A quick run of the bench on this machine: every mask, both stacks, checked, timed; ends with the report.
 
     make bench
 
@@ -25,17 +25,26 @@ FOLDER = flags.DEFINE_string("folder", "out/quick", "Where records and report go
 DEADLINE = flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
 CPU_SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
 GPU_SHAPE: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+DYNAMIC = (("uniform_block", 64), ("uniform_block", 128), ("variable_block", 64))
 CPU_LENGTHS, GPU_LENGTHS = (256, 640), (8192,)
 
 
 def quick_cases(gpu: bool) -> list[Case]:
-    """The rows of the quick run; windows and blocks keep the share of a length that the paper's have of 8K."""
+    """The rows of the quick run: static masks at each length, the dynamic ones at the longest.
+
+    Windows and blocks keep the share of a length that the paper's have of 8K.
+    """
     shape, lengths = (GPU_SHAPE, GPU_LENGTHS) if gpu else (CPU_SHAPE, CPU_LENGTHS)
-    return [
-        Case(stack, kernel, which, ProblemSpec(
-            mask, n, settings=differing(window=max(16, n // 8), block=max(16, n // 8)), **shape))
+    specs = [
+        ProblemSpec(mask, n, settings=differing(window=max(16, n // 8), block=max(16, n // 8)), **shape)
         for n in lengths for mask in STATIC_MASKS
-        for stack in STACKS for kernel in options.KERNELS[stack] for which in PASSES
+    ] + [
+        ProblemSpec(mask, lengths[-1], settings=differing(sparse_block=block, density=0.5), **shape)
+        for mask, block in DYNAMIC
+    ]
+    return [
+        Case(stack, kernel, which, spec)
+        for spec in specs for stack in STACKS for kernel in options.KERNELS[stack] for which in PASSES
     ]
 
 

@@ -115,3 +115,18 @@ def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
 
 def test_tokens():
     assert [options.tokens(x) for x in ("100", "8K", "2m")] == [100, 8192, 2 << 20]
+
+
+def test_a_ceiling_measured_in_a_bad_moment_is_measured_again_before_it_rejects(tmp_path, monkeypatch):
+    """Nor is a rate believed because of that: what the patient measurement does not bear out stays rejected."""
+    asked, peaks = engine.Worker.ask, iter([1.0, 1e30, 1.0, 2.0])
+
+    def ask(worker, name, deadline, **arguments):
+        if name.endswith(":ceiling"):
+            return {"peak_flops": next(peaks), "bandwidth": 1.0}
+        return asked(worker, name, deadline, **arguments)
+
+    monkeypatch.setattr(engine.Worker, "ask", ask)
+    for out, status in (("good", "ok"), ("bad", "error")):
+        rows = engine.run([Case("torch", "naive", "forward", SPEC)], engine.Options(tmp_path / out, protocol=FAST))
+        assert rows[-1]["status"] == status
