@@ -1,0 +1,22 @@
+"""Examples in docstrings hold, and every binary's help can be read without a stack."""
+
+import doctest
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["bench.timing", "bench.options", "bench.report.aggregate", "parity.inputs",
+                                  "parity.compare"])
+def test_examples(name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("name", ["dense", "parity", "quick", "fuzz", "report", "compare"])
+def test_help_is_readable(name):
+    done = subprocess.run([sys.executable, "-m", f"bench.{name}", "--help"], capture_output=True, text=True)
+    assert f"python -m bench.{name}" in done.stdout or "make bench" in done.stdout
+    assert "Traceback" not in done.stderr
