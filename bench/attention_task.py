@@ -233,8 +233,8 @@ def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
     """The matrix peak (FLOP/s) and the copy bandwidth (bytes/s) that a stack reaches on this machine.
 
     On a GPU both come from the median, since a difference may err to either side. On a CPU they come from the fastest
-    sample, since whatever else runs there only takes time away, and the peak is the better of the dtype's and float32's:
-    half types may be emulated.
+    sample, since whatever else runs there only takes time away, and the peak is the better of the dtype's and
+    float32's: half types may be emulated.
     """
     chosen, limits = stack_of(stack), Protocol(**protocol)
 
