@@ -6,7 +6,7 @@ import torch
 
 from torch_impl import kernels
 from workload.errors import Unsupported
-from workload.problem import AttentionProblem
+from workload.problem import AttentionProblem, check_ranks
 
 
 def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = None, **options):
@@ -33,8 +33,7 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
 
 def problem_of(q, k, v, mask, scale: float | None = None) -> AttentionProblem:
     """The `AttentionProblem` of these operands; ValueError naming the operand whose shape or dtype disagrees."""
-    if q.ndim != 4:
-        raise ValueError(f"q: shape {tuple(q.shape)} is not [batch, seq, heads, head_dim]")
+    check_ranks(q=q, k=k, v=v)
     dtype = str(q.dtype).removeprefix("torch.")
     problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
     for name, x, want in (("q", q, problem.q_shape), ("k", k, problem.kv_shape), ("v", v, problem.kv_shape)):

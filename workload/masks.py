@@ -243,8 +243,7 @@ def _transpose(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
 
 def _positions(q_len: int, kv_len: int) -> np.ndarray:
     for label, n in (("q_len", q_len), ("kv_len", kv_len)):
-        if n < 0:
-            raise ValueError(f"{label}: {n} is negative")
+        _count(label, n)
     return np.arange(q_len, dtype=np.int32) + np.int32(kv_len - q_len)
 
 

@@ -2,7 +2,11 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Any
+
+from workload.block_masks import BlockMask
+from workload.masks import IntervalMask
 
 PASSES = ("forward", "backward")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -10,6 +14,14 @@ FLOPS_FORMULA = {
     "forward": "4 * head_dim * batch * sum over q_heads of visible cells",
     "backward": "10 * head_dim * batch * sum over q_heads of visible cells",
 }
+
+
+def check_ranks(**operands) -> None:
+    """ValueError naming the operand that is not [batch, seq, heads, head_dim]; arrays of either stack."""
+    for name, x in operands.items():
+        shape = tuple(getattr(x, "shape", ()))
+        if len(shape) != 4:
+            raise ValueError(f"{name}: shape {shape} is not [batch, seq, heads, head_dim]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +49,8 @@ class AttentionProblem:
     scale: Any = None
 
     def __post_init__(self):
+        if not isinstance(self.mask, IntervalMask | BlockMask):
+            raise ValueError(f"mask: {type(self.mask).__name__} is neither an IntervalMask nor a BlockMask")
         for name in ("batch", "q_heads", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if int(value) != value or value < 1:
@@ -49,8 +63,8 @@ class AttentionProblem:
             raise ValueError(f"mask: holds {self.mask.heads} heads, neither 1 nor kv_heads nor q_heads")
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
-        elif not math.isfinite(self.scale):
-            raise ValueError(f"scale: {self.scale!r} is not finite")
+        elif not isinstance(self.scale, numbers.Real) or not math.isfinite(self.scale):
+            raise ValueError(f"scale: {self.scale!r} is not a finite number")
 
     @property
     def q_len(self) -> int:

@@ -58,6 +58,8 @@ def test_default_scale():
         (lambda q, k, v: (q[:, :-1], k, v), "q: shape"),  # L6
         (lambda q, k, v: (q, k, v.astype(jnp.bfloat16)), "v: dtype bfloat16, q has float32"),
         (lambda q, k, v: (q[0], k, v), "q: shape .* is not"),
+        (lambda q, k, v: (q, k[0], v), r"k: shape \(14, 3, 5\) is not \[batch, seq, heads, head_dim\]"),
+        (lambda q, k, v: (q, k, [1.0]), r"v: shape \(\) is not \[batch"),
         (lambda q, k, v: (q, k[:, :, :2], v), "v: shape"),
         (lambda q, k, v: (q[:, :, :4], k, v), "kv_heads: 3 does not divide q_heads 4"),
     ],

@@ -49,13 +49,16 @@ def test_default_scale_is_of_the_head_width():
         ({"batch": 0}, "batch: 0 is not a positive integer"),
         ({"q_heads": 6, "kv_heads": 4}, "kv_heads: 4 does not divide q_heads 6"),
         ({"dtype": "int8"}, "dtype: 'int8' is none of"),
-        ({"scale": float("nan")}, "scale: nan is not finite"),
+        ({"scale": float("nan")}, "scale: nan is not a finite number"),
+        ({"scale": "0.5"}, "scale: '0.5' is not a finite number"),
+        ({"mask": None}, "mask: NoneType is neither an IntervalMask nor a BlockMask"),
+        ({"mask": masks.full(2, 3).dense()}, "mask: ndarray is neither"),
         ({"head_dim": 2.5}, "head_dim: 2.5"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
-        AttentionProblem(masks.causal(4, 5), **settings)
+        AttentionProblem(**{"mask": masks.causal(4, 5)} | settings)
 
 
 def test_mask_heads_must_fit():

@@ -72,7 +72,7 @@ def _logits(q, k, operands, scale):
     seen = dense_mask(operands, k.shape[1])
     hk = k.shape[2]
     group = q.shape[2] // hk if seen.shape[0] == q.shape[2] else 1
-    seen = seen.reshape(-1, group, *seen.shape[1:])[None]
+    seen = seen.reshape(len(seen) // group, group, *seen.shape[1:])[None]
     s = scale * torch.einsum("bhgid,bjhd->bhgij", _split(q, hk), k.float())
     return s.masked_fill(~seen, -torch.inf)
 

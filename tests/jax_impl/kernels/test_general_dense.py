@@ -22,6 +22,7 @@ TILES = {
     "fa1": {"tiles": (Tile(16, 32), Tile(32, 16))},
     "fa2": {"schedule": Schedule(Tile(32, 16), Tile(16, 32), Tile(16, 64))},
     "sdpa": {},
+    "naive": {},
 }
 TWELVE = [
     masks.full(Q_LEN, KV_LEN),
@@ -133,7 +134,7 @@ def test_float32_out_of_half_inputs(name):
     assert error(half, wide) < 1e-2 and (np.asarray(wide) != np.asarray(half, np.float32)).any()
 
 
-@pytest.mark.parametrize("name", ["fa1", "fa2", "sdpa"])
+@pytest.mark.parametrize("name", ["naive", "fa1", "fa2", "sdpa"])
 def test_no_keys_and_no_rows(name):
     """Without keys out is 0 and lse -inf; without rows there is nothing, and no key gets a gradient."""
     kernel = kernels.get(name)

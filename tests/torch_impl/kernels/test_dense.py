@@ -157,7 +157,7 @@ def test_masks_of_many_intervals(name):
     judge(problem, run(kernel, problem, args, **options(name)), oracle(problem, *args))
 
 
-@pytest.mark.parametrize("name", ["flashmask", "fa1", "sdpa"])
+@pytest.mark.parametrize("name", ["flashmask", "fa1", "sdpa", "naive"])
 def test_no_keys_or_no_queries_give_empty_results(name):
     for q_len, kv_len in ((5, 0), (0, 6)):
         problem = problem_of(masks.full(q_len, kv_len))
