@@ -152,6 +152,19 @@ def test_twins_have_the_same_public_functions(name):
     assert len(both) >= 2 or name == "kernels.base"
 
 
+def test_context_parallelism_has_one_public_face():
+    """The same names; the calls on data alike; what both makers of plans take stands in the same order."""
+    first, second = (__import__(f"{stack}.context_parallel", fromlist=["_"]) for stack in ("jax_impl", "torch_impl"))
+    assert set(second.__all__) - set(first.__all__) == {"Job", "Mesh"}  # JAX brings its own
+    assert set(first.__all__) <= set(second.__all__)
+    names = ("attention", "attend", "shard", "unshard", "positions", "token_mean", "make_plan", "plan_of")
+    for name in names:
+        one, other = (list(inspect.signature(getattr(m, name)).parameters) for m in (first, second))
+        if name in ("make_plan", "plan_of"):
+            one, other = ([p for p in own if p in against] for own, against in ((one, other), (other, one)))
+        assert one == other and one, name
+
+
 CONTRACT = {
     "forward": ["q", "k", "v", "operands", "scale", "out_dtype"],
     "backward": ["q", "k", "v", "out", "lse", "dout", "operands", "scale", "grad_dtype", "delta"],

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.context_parallel.local import Local
 from jax_impl.context_parallel.plan import Plan, Program, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem
+from workload.problem import AttentionProblem, check_ranks
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -30,6 +30,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
+    check_ranks(q=q, k=k, v=v)
     groups = np.prod([mesh.shape[a] for a in jax.tree.leaves(options.get("batch_axes"))], dtype=int)
     problem = AttentionProblem(
         mask, max(1, q.shape[0] // int(groups)), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale
@@ -77,6 +78,21 @@ def positions(plan: Plan, side: str = "q") -> jax.Array:
     What rotary embeddings are to be computed from: a rank's tokens do not start at 0.
     """
     return _positions(plan, side)
+
+
+def token_mean(values, plan: Plan, side: str = "q") -> jax.Array:
+    """The mean over the real tokens of all ranks, differentiable: a loss must not be averaged per rank.
+
+    Ranks may hold unequal numbers of tokens, and padding counts for nothing. The array is the global one.
+
+    Args:
+      values: [batch, world * length], a loss per token, in the order of `shard`.
+    """
+    held = positions(plan, side) >= 0
+    if tuple(values.shape[1:]) != held.shape:
+        raise ValueError(f"values: shape {tuple(values.shape)} is not [batch, {len(held)}]")
+    total = jnp.where(held, values.astype(jnp.float32), 0.0).sum()
+    return total / (held.sum() * float(len(values)))
 
 
 def _unshard(x, at, total: int):

@@ -8,7 +8,7 @@ from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem
+from workload.problem import AttentionProblem, check_ranks
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -27,6 +27,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
+    check_ranks(q=q, k=k, v=v)
     dtype = str(q.dtype).removeprefix("torch.")
     problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
     return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, **options))
@@ -82,6 +83,8 @@ def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tenso
       values: [batch, length], a loss per token.
     """
     held = positions(plan, side) >= 0
+    if tuple(values.shape[1:]) != tuple(held.shape):
+        raise ValueError(f"values: shape {tuple(values.shape)} is not [batch, {len(held)}]")
     mine = torch.where(held, values.float(), 0.0).sum()
     parts = torch.stack([mine.detach(), held.sum() * float(len(values))])
     total, count = plan.local.mesh.world.all_gather(parts, "token_mean").wait().sum(dim=0)

@@ -97,3 +97,7 @@ def test_hopper_kernels_serve_as_local_kernels(scheme, mask):
 
 def test_public_call():
     assert_right(records("api"))
+
+
+def test_loss_is_a_mean_over_tokens():
+    assert_right(records("loss"))

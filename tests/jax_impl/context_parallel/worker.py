@@ -18,6 +18,7 @@ from tests.schemes import Case, matrix
 from workload import masks
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem
+from workload.sharding import Sharding
 from workload.topology import make_topology
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -197,6 +198,7 @@ def check_api():
     yield {"case": "positions", "wrong": [] if sorted(at[at >= 0]) == list(range(29)) else [str(at)]}
     for name, call in (
         ("shape", lambda: cp.attend(q[:, :5], k, v, plan)),
+        ("k: shape", lambda: cp.attention(q, k[0], v, mask, scheme="usp", mesh=mesh)),
         ("mesh", lambda: cp.make_plan(problem, scheme="ring", mesh=jax.sharding.Mesh(np.array(jax.devices()), ("x",)))),
         ("ulysses", lambda: cp.make_plan(problem, scheme="ulysses", mesh=mesh)),
         ("window", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, window=2)),
@@ -208,6 +210,22 @@ def check_api():
             yield {"case": name, "wrong": ["accepted"]}
         except ValueError as error:
             yield {"case": name, "wrong": [] if name in str(error) else [str(error)]}
+
+
+def check_loss():
+    """J2: token counts [3, 1], losses [1, 5]: 2, not 3; the gradient is one quarter a token, none for padding."""
+    uneven = Sharding((np.arange(3), np.arange(3, 4)), 4)
+    plan = cp.make_plan(AttentionProblem(masks.full(4, 4), 1, 1, 1, 1, "float32"), scheme="ring",
+                        mesh=cp.make_mesh(make_topology("ring", 2)), sharding=(uneven, uneven))
+    values = jnp.asarray([[1.0, 1, 1, 5, 5, 5]])
+    loss, gradient = jax.jit(jax.value_and_grad(lambda x: cp.token_mean(x, plan)))(values)
+    yield {"case": "mean", "wrong": [] if loss == 2 else [str(loss)]}
+    yield {"case": "gradient", "wrong": [] if gradient.tolist() == [[0.25] * 4 + [0, 0]] else [str(gradient)]}
+    try:
+        cp.token_mean(values[:, :4], plan)
+        yield {"case": "shape", "wrong": ["accepted"]}
+    except ValueError as error:
+        yield {"case": "shape", "wrong": [] if "values: shape (1, 4) is not [batch, 6]" in str(error) else [str(error)]}
 
 
 def check_gpu(scheme: str, mask: str):
