@@ -20,15 +20,6 @@ from bench.cases import STACKS, Case, ProblemSpec, differing
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
-SECONDS = flags.DEFINE_float("seconds", 60.0, "No further problem is begun after this.", lower_bound=0)
-SEED = flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
-FIRST = flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
-COUNT = flags.DEFINE_integer("count", 10_000, "Most problems.", lower_bound=1)
-LONGEST = flags.DEFINE_integer("longest", 400, "Longest sequence in tokens.", lower_bound=2)
-KERNELS = flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
-OUT = flags.DEFINE_string("out", "out/fuzz.jsonl", "Record file; replaced.")
-DEADLINE = flags.DEFINE_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
-
 
 def draw(seed: int, number: int, longest: int) -> ProblemSpec:
     """Problem `number` of a seed: the same in every process."""
@@ -56,34 +47,48 @@ def rows_of(spec: ProblemSpec, kernels: tuple[str, ...]) -> list[Case]:
             if kernel in options.KERNELS[stack] for which in PASSES]
 
 
+def define() -> None:
+    """Defines the flags."""
+    flags.DEFINE_float("seconds", 60.0, "No further problem is begun after this.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+    flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
+    flags.DEFINE_integer("count", 10_000, "Most problems.", lower_bound=1)
+    flags.DEFINE_integer("longest", 400, "Longest sequence in tokens.", lower_bound=2)
+    flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
+    flags.DEFINE_string("out", "out/fuzz.jsonl", "Record file; replaced.")
+    flags.DEFINE_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
+
+
 def main(argv):
+    values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     console = Console(highlight=False, soft_wrap=True)
     try:
-        kernels = options.choose("kernels", KERNELS.value, options.ALL_KERNELS)
+        kernels = options.choose("kernels", values.kernels, options.ALL_KERNELS)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
-    out = Path(OUT.value)
+    out = Path(values.out)
     out.unlink(missing_ok=True)
-    settings = engine.Options(out, deadline=DEADLINE.value, timed=False)
-    began, number, ran, bad = time.monotonic(), FIRST.value, 0, []
+    settings = engine.Options(out, deadline=values.deadline, timed=False)
+    began, number, ran, bad = time.monotonic(), values.first, 0, []
     with engine.Session(settings) as session:
-        while number < FIRST.value + COUNT.value and time.monotonic() - began < SECONDS.value:
-            spec = draw(SEED.value, number, LONGEST.value)
+        while number < values.first + values.count and time.monotonic() - began < values.seconds:
+            spec = draw(values.seed, number, values.longest)
             for case in rows_of(spec, kernels):
                 row = session.measure(case)
                 ran += row["status"] == "ok"
                 if row["status"] not in ("ok", "unsupported"):
                     bad.append(row)
                     console.print(f"problem {number}: {engine.line(row)}", markup=False)
-                    console.print(f"    again: python -m bench.fuzz --seed={SEED.value} --first={number} --count=1 "
+                    console.print(f"    again: python -m bench.fuzz --seed={values.seed} --first={number} --count=1 "
                                   f"--kernels={case.kernel}", markup=False)
             number += 1
-    print(f"{number - FIRST.value} problems, {ran} rows right, {len(bad)} not")
+    print(f"{number - values.first} problems, {ran} rows right, {len(bad)} not")
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
+    define()
     app.run(main)

@@ -34,15 +34,6 @@ from workload.suite import ALL_BUILDERS
 
 SHARED_KERNELS = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 ROUNDS = 3
-KERNELS = flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(SHARED_KERNELS)}.")
-MASKS = flags.DEFINE_list("masks", ["all"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-SHAPE_NAMES = flags.DEFINE_list(
-    "shapes", ["machine"], f"Shapes: machine (those that suit it), all, or some of {', '.join(SHAPES)}.")
-WHICH = flags.DEFINE_list("passes", ["all"], "Passes: all, or some of forward, backward.")
-SEED = flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
-OUT = flags.DEFINE_string("out", "out/parity.jsonl", "Record file.")
-RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
-DEADLINE = flags.DEFINE_float("deadline", 180.0, "Seconds a step of a cell may take.", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,20 +187,34 @@ def run(todo: list[Cell], out: Path, resume: bool, deadline: float, console: Con
     return records.read(out)
 
 
+def define() -> None:
+    """Defines the flags."""
+    flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(SHARED_KERNELS)}.")
+    flags.DEFINE_list("masks", ["all"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    flags.DEFINE_list(
+        "shapes", ["machine"], f"Shapes: machine (those that suit it), all, or some of {', '.join(SHAPES)}.")
+    flags.DEFINE_list("passes", ["all"], "Passes: all, or some of forward, backward.")
+    flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
+    flags.DEFINE_string("out", "out/parity.jsonl", "Record file.")
+    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    flags.DEFINE_float("deadline", 180.0, "Seconds a step of a cell may take.", lower_bound=1)
+
+
 def main(argv):
+    values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     console = Console(highlight=False, soft_wrap=True)
     try:
-        kernels = options.choose("kernels", KERNELS.value, SHARED_KERNELS)
-        masks = options.choose("masks", MASKS.value, ALL_BUILDERS)
-        which = options.choose("passes", WHICH.value, PASSES)
-        shapes = SHAPE_NAMES.value
+        kernels = options.choose("kernels", values.kernels, SHARED_KERNELS)
+        masks = options.choose("masks", values.masks, ALL_BUILDERS)
+        which = options.choose("passes", values.passes, PASSES)
+        shapes = values.shapes
         if shapes == ["machine"]:
             with engine.Workers() as workers:
-                shapes = GPU_SHAPES if engine.on_gpu(workers, DEADLINE.value) else CPU_SHAPES
+                shapes = GPU_SHAPES if engine.on_gpu(workers, values.deadline) else CPU_SHAPES
         shapes = options.choose("shapes", list(shapes), tuple(SHAPES))
-        rows = run(cells(kernels, masks, shapes, which, SEED.value), Path(OUT.value), RESUME.value, DEADLINE.value,
+        rows = run(cells(kernels, masks, shapes, which, values.seed), Path(values.out), values.resume, values.deadline,
                    console)
     except ValueError as problem:
         print(problem, file=sys.stderr)
@@ -221,4 +226,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    define()
     app.run(main)

@@ -21,8 +21,6 @@ from bench.timing import Protocol
 from workload.masks import STATIC_MASKS
 from workload.problem import PASSES
 
-FOLDER = flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
-DEADLINE = flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
 CPU_SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
 GPU_SHAPE: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 DYNAMIC = (("uniform_block", 64), ("uniform_block", 128), ("variable_block", 64))
@@ -48,17 +46,24 @@ def quick_cases(gpu: bool) -> list[Case]:
     ]
 
 
+def define() -> None:
+    """Defines the flags."""
+    flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
+    flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
+
+
 def main(argv):
+    values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     with engine.Workers() as workers:
-        gpu = engine.on_gpu(workers, DEADLINE.value)
-    folder = Path(FOLDER.value)
+        gpu = engine.on_gpu(workers, values.deadline)
+    folder = Path(values.folder)
     out = folder / "records.jsonl"
     out.unlink(missing_ok=True)
     protocol = Protocol(samples=15, seconds=0.3) if gpu else Protocol(samples=7, seconds=0.1, warmups=4)
     console = Console(highlight=False, soft_wrap=True)
-    rows = engine.run(quick_cases(gpu), Options(out, deadline=DEADLINE.value, protocol=protocol), console)
+    rows = engine.run(quick_cases(gpu), Options(out, deadline=values.deadline, protocol=protocol), console)
     write_report(rows, folder, console)
     bad = [row for row in rows if row["status"] not in ("ok", "unsupported")]
     for row in bad:
@@ -67,4 +72,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    define()
     app.run(main)

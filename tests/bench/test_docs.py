@@ -15,8 +15,10 @@ def test_examples(name):
     assert found.attempted and not found.failed
 
 
-@pytest.mark.parametrize("name", ["dense", "parity", "quick", "fuzz", "report", "compare"])
-def test_help_is_readable(name):
+@pytest.mark.parametrize("name, flag", [
+    ("dense", "--seqlens"), ("parity", "--shapes"), ("quick", "--folder"), ("fuzz", "--seconds"),
+    ("report", "--folder"), ("compare", "--threshold")])
+def test_help_is_readable(name, flag):
     done = subprocess.run([sys.executable, "-m", f"bench.{name}", "--help"], capture_output=True, text=True)
     assert f"python -m bench.{name}" in done.stdout or "make bench" in done.stdout
-    assert "Traceback" not in done.stderr
+    assert flag in done.stdout and "Traceback" not in done.stderr
