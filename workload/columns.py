@@ -38,25 +38,31 @@ class ColumnBounds:
 def column_bounds(mask: "IntervalMask") -> ColumnBounds:
     """The column form of a mask whose keys are seen by at most two intervals of rows.
 
-    One visible interval hides two stretches of rows, and two hide three, one of which must be empty or
-    the rows before the key. Raises `Unsupported` where neither holds.
+    A key's hidden rows are those before, between and after its visible intervals: three stretches, of which the form
+    holds two, and the rows before the key where it is causal. Raises `Unsupported` where neither form suffices.
     """
     by_key, rows = mask.transpose(), mask.q_len
     if by_key.intervals > 2:
         raise Unsupported("column_bounds", f"a key is seen by {by_key.intervals} intervals of rows, the form has two")
     by_key = by_key.padded(2)
-    (a0, a1), (b0, b1) = by_key.starts, by_key.ends
-    two, some = b1 > a1, b0 > a0
-    zero, last = np.zeros_like(a0), np.full_like(a0, rows)
-    causal = bool((two & (a0 > 0)).any())
-    if causal:
-        own = np.clip(np.arange(mask.kv_len) - (mask.kv_len - rows), 0, rows)
-        if (some & (a0 != own)).any():
-            raise Unsupported("column_bounds", "a key needs a third hidden interval of rows")
-        lts, lte = np.where(some, b0, 0), np.where(two, a1, last)
-        uts, ute = np.where(two, b1, zero), np.where(two, last, zero)
-    else:
-        lts, lte = np.where(two, b1, b0), last
-        uts, ute = np.where(two, b0, 0), np.where(two, a1, a0)
-    lts, lte, uts, ute = (x.astype(np.int32) for x in (lts, lte, uts, ute))
-    return ColumnBounds(lts, lte, uts, ute, causal, rows)
+    own = np.clip(np.arange(mask.kv_len) - (mask.kv_len - rows), 0, rows)
+    for causal, first in ((False, np.zeros_like(own)), (True, own)):
+        found = _two_gaps(by_key.starts, by_key.ends, first, rows)
+        if found is not None:
+            return ColumnBounds(*(x.astype(np.int32) for x in found), causal, rows)
+    raise Unsupported("column_bounds", "a key needs a third hidden interval of rows")
+
+
+def _two_gaps(starts, ends, first, rows):
+    """lts, lte, uts, ute of the hidden stretches from row `first` of each key on; None where two do not suffice."""
+    (a0, a1), (b0, b1) = starts, ends  # an absent interval is (rows, rows)
+    some = b0 > a0
+    before = (first, a0)
+    between = (np.where(some, b0, rows), a1)
+    after = (np.where(b1 > a1, b1, rows), np.full_like(a0, rows))
+    there = [hi > lo for lo, hi in (before, between, after)]
+    if (some & (a0 < first)).any() or (sum(x.astype(int) for x in there) > 2).any():
+        return None
+    upper = [np.where(there[0], x, y) for x, y in zip(before, between, strict=True)]
+    lower = [np.where(there[2], x, y) for x, y in zip(after, between, strict=True)]
+    return *lower, *upper

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.workload import predicates
@@ -72,6 +72,7 @@ def test_transpose(mask):
         assert turned.intervals <= 2
 
 
+@example(("causal_blockwise", 4, 5, {"blocks": [1, 2, 1, 1]}))  # a key hidden before and after its one interval
 @given(pattern())
 @few
 def test_column_bounds_of_every_pattern(case):
