@@ -63,6 +63,18 @@ def test_default_scale():
     assert attention(q, k, v, MASKS[0])[0].equal(attention(q, k, v, MASKS[0], scale=80**-0.5)[0])
 
 
+@pytest.mark.parametrize("kernel", ["naive", "sdpa", "fa1", "flashmask"])
+def test_ramps_of_logits(kernel):
+    """D6: the running maximum grows with every tile, or stands in the first; geometric sums give the right values."""
+    for ramp in (np.arange(200.0, dtype=np.float32), np.arange(199.0, -1, -1, dtype=np.float32)):
+        q, k = np.zeros((2, 3, 2, 16), np.float32), np.zeros((2, 200, 1, 16), np.float32)
+        q[..., 0], k[..., 0] = 1, ramp[:, None]
+        v = np.broadcast_to(ramp[:, None, None], k.shape).copy()
+        out, lse = attention(*(torch.tensor(x) for x in (q, k, v)), masks.full(3, 200), kernel=kernel, scale=0.25)
+        np.testing.assert_allclose(out, np.full(q.shape, 199 - 1 / np.expm1(0.25)), 2e-5)
+        np.testing.assert_allclose(lse, np.full((2, 2, 3), 49.75 - np.log(-np.expm1(-0.25))), 2e-5)
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
