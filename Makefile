@@ -4,7 +4,7 @@
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: bench test test-full lint clean
+.PHONY: bench test test-full fuzz lint clean
 
 bench: $(STAMP)
 	$(PYTHON) -m bench.quick
@@ -14,6 +14,9 @@ test: lint
 
 test-full: lint
 	$(PYTHON) -m pytest -q
+
+fuzz: $(STAMP)
+	$(PYTHON) -m bench.fuzz --seconds=600
 
 lint: $(STAMP)
 	@if $(PYTHON) -m ruff --version >/dev/null 2>&1; then \
