@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from parity.compare import RESULTS, relative_error
 from workload import masks
 from workload.block_masks import from_bitmap, uniform_block, variable_block
 from workload.capability import Capability
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
 BUDGET = 4.0  # times what naive loses; flash kernels round P and dS to the operands' dtype before a product
 FLOOR = 4e-7  # a few float32 roundings, for the results on which naive happens to lose nothing
 
@@ -131,18 +131,6 @@ def inputs(problem: AttentionProblem, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-
-def relative_error(got, want) -> float:
-    """Relative L2 error over what is finite in `want`; NaN, or an infinity in another place, is infinitely wrong."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        raise ValueError(f"shape {got.shape}, the oracle's is {want.shape}")
-    finite = np.isfinite(want)
-    if np.isnan(want).any() or np.isnan(got).any() or not np.array_equal(got[~finite], want[~finite]):
-        return np.inf
-    size = np.linalg.norm(want[finite])
-    return float(np.linalg.norm(got[finite] - want[finite]) / (size if size else 1.0))
 
 
 @functools.lru_cache(maxsize=64)

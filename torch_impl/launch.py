@@ -7,12 +7,9 @@ ranks by itself and watches them.
     python -m torch_impl.launch --ranks 8 --hosts 2 --host 0 --coordinator 10.0.0.1:29500 -- python -m MODULE ...
 """
 
-import argparse
 import contextlib
 import datetime
 import os
-import shlex
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -81,21 +78,7 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: starts this host's ranks and prints what rank 0 prints, or the failure."""
-    parser = argparse.ArgumentParser(prog="torch_impl.launch", description="Starts the ranks of this host.")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks on this host")
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--host", type=int, default=0, help="which host this is, from 0")
-    parser.add_argument("--coordinator", help="HOST:PORT of host 0, where hosts > 1")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds")
-    parser.add_argument("command", nargs="+", help="after --")
-    a = parser.parse_args(arguments)
-    try:
-        said = spawn(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
-    except RankFailure as failure:
-        print(f"{shlex.join(a.command)} on {socket.gethostname()}: {failure}", file=sys.stderr)
-        return 1
-    sys.stdout.write(said[0])
-    return 0
+    return processes.command_line("torch_impl.launch", spawn, arguments)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,21 @@ within the deadline, with a message that names the rank, the step it was at, the
 stderr.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 RECORD_BYTES = 1024
@@ -267,3 +271,30 @@ def _end(process: subprocess.Popen) -> None:
             os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=2.0)
+
+
+def command_line(program: str, start: Callable[..., list[str]], arguments: Sequence[str] | None = None) -> int:
+    """A stack's launch command: starts this host's ranks by `start` and prints what rank 0 prints, or the failure.
+
+    Args:
+      program: the name it goes by.
+      start: the stack's `spawn`.
+      arguments: of the command line, this process's by default.
+
+    Returns: exit status, 1 where a rank failed.
+    """
+    parser = argparse.ArgumentParser(prog=program, description="Starts the ranks of this host.")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on this host")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--host", type=int, default=0, help="which host this is, from 0")
+    parser.add_argument("--coordinator", help="HOST:PORT of host 0, where hosts > 1")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds")
+    parser.add_argument("command", nargs="+", help="after --")
+    a = parser.parse_args(arguments)
+    try:
+        said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
+    except RankFailure as failure:
+        print(f"{shlex.join(a.command)} on {socket.gethostname()}: {failure}", file=sys.stderr)
+        return 1
+    sys.stdout.write(said[0])
+    return 0
