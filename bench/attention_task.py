@@ -14,7 +14,7 @@ import numpy as np
 from bench import cases
 from bench.timing import Protocol, Timing, measure
 from parity.compare import OF_PASS, errors, over_budget
-from parity.inputs import make_inputs
+from parity.inputs import TENSORS, make_inputs, places, pool
 from parity.reference import Reference, sample_of
 from workload.block_masks import BlockMask
 from workload.problem import FLOPS_FORMULA
@@ -112,11 +112,10 @@ def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
     operands = stack.prepare(kernel, problem)
     prepare_seconds = time.perf_counter() - began
     sets = SETS if problem.bytes("backward") <= SETS_BYTES else 1
-    made = [make_inputs(problem, case.spec.inputs(n)) for n in range(sets)]
+    tensors = [_inputs(case.stack, case.spec, n) for n in range(sets)]
     if inputs:
-        made[0] = _restored(inputs)
-    tensors = [tuple(stack.put(x[name]) for name in ("q", "k", "v", "dout")) for x in made]
-    del made
+        restored = _restored(inputs)
+        tensors[0] = tuple(stack.put(restored[name]) for name in TENSORS)
 
     def forward(q, k, v, operands):
         return kernel.forward(q, k, v, operands, problem.scale)
@@ -141,6 +140,22 @@ def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
     )
     _held[case.key] = ready
     return ready
+
+
+def _inputs(stack_name: str, spec: cases.ProblemSpec, number: int) -> tuple:
+    """q, k, v, dout on the device; the last shape's are kept, since all masks of a shape read the same."""
+    problem, inputs = _problem(spec), spec.inputs(number)
+    found = places(problem, inputs)
+    if (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1]) != _made.get("of"):
+        _made.clear()
+        _made["of"] = (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1])
+        _made["pool"] = stack_of(stack_name).put(pool(spec.seed, problem.dtype))
+    if number not in _made:
+        _made[number] = tuple(stack_of(stack_name).tiled(_made["pool"], *found[name]) for name in TENSORS)
+    return _made[number]
+
+
+_made: dict[Any, Any] = {}
 
 
 def _restored(path: str) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import jaxlib
 import ml_dtypes
 import numpy as np
 
-from bench.timing import difference_sampler, wall_sampler
+from bench.timing import difference_sampler, flushes_alone, wall_sampler
 from jax_impl import kernels
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
@@ -51,6 +51,11 @@ class Stack:
         """A stored array (uint16 is bfloat16) on the device."""
         return jax.device_put(array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array)
 
+    def tiled(self, pool: jax.Array, offset: int, shape: tuple[int, ...]) -> jax.Array:
+        """The pool from `offset` on, over and over, in a shape: `parity.inputs.tiled`, on the device."""
+        count = math.prod(shape)
+        return jnp.tile(jnp.roll(pool, -offset), -(-count // pool.size))[:count].reshape(shape)
+
     def take(self, x: jax.Array) -> np.ndarray:
         """A result as float64 NumPy."""
         return np.asarray(x).astype(np.float64)
@@ -65,11 +70,24 @@ class Stack:
         """Head n of the first batch entry, as float64 NumPy; one compilation serves all heads."""
         return self.take(_head(x, n, axis))
 
+    def shape(self, shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+        """What stands for an array in `compile_ahead`."""
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
     def random(self, problem: AttentionProblem) -> list[jax.Array]:
         """q, k, v, dout of a problem, standard normal, made on the device."""
+        return self.random_ahead(problem)()
+
+    def random_ahead(self, problem: AttentionProblem) -> Callable[[], list[jax.Array]]:
+        """`random` of a problem, compiled already."""
         shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
-        keys = jax.random.split(jax.random.key(0), len(shapes))
-        return [jax.random.normal(k, s, problem.dtype) for k, s in zip(keys, shapes, strict=True)]
+
+        def draw(seed):
+            keys = jax.random.split(jax.random.key(seed), len(shapes))
+            return [jax.random.normal(k, s, problem.dtype) for k, s in zip(keys, shapes, strict=True)]
+
+        drawn, _ = self.compile_ahead(("random", shapes, problem.dtype), draw, self.shape((), "int32"))
+        return lambda: drawn(np.int32(0))
 
     def prepare_alike(self, kernel, problems: Sequence[AttentionProblem]) -> list[Any]:
         """Operands of problems of one shape, zero-padded to equal shapes, so that one compilation serves them all."""
@@ -87,7 +105,12 @@ class Stack:
         return jax.block_until_ready(kernel.prepare(problem))
 
     def compile(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float, Any]:
-        """(callable, seconds of tracing and compiling, its first result).
+        """(callable, seconds of tracing and compiling, its first result); see `compile_ahead`."""
+        compiled, seconds = self.compile_ahead(name, function, *arguments)
+        return compiled, seconds, jax.block_until_ready(compiled(*arguments))
+
+    def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
+        """(callable, seconds of tracing and compiling), without any work on the device; arguments may be shapes.
 
         A function of the same name on operands of the same shapes and static parts is compiled once: another mask
         of the same signature costs nothing, and is told the seconds of the first.
@@ -98,8 +121,7 @@ class Stack:
             began = time.perf_counter()
             compiled = jax.jit(function).lower(*arguments).compile()
             self._compiled[key] = compiled, time.perf_counter() - began
-        compiled, seconds = self._compiled[key]
-        return compiled, seconds, jax.block_until_ready(compiled(*arguments))
+        return self._compiled[key]
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU by differences, see `bench.timing.difference_sampler`.
@@ -109,7 +131,11 @@ class Stack:
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
         batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
-        return difference_sampler(call, self.finish, self._flush(), batch, cold)
+        return difference_sampler(call, self.finish, self._flush(), self._alone(batch), batch, cold)
+
+    @functools.cache  # noqa: B019 - one stack lives as long as its process
+    def _alone(self, batch: int) -> float:
+        return flushes_alone(self.finish, self._flush(), batch)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush(self) -> Callable[[], Any]:

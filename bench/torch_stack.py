@@ -1,6 +1,7 @@
 """The bench's view of the PyTorch stack, inside a worker; its twin is bench/jax_stack.py."""
 
 import functools
+import math
 import os
 import re
 import time
@@ -51,6 +52,11 @@ class Stack:
             return torch.from_numpy(array.view(np.int16)).to(self.device).view(torch.bfloat16)
         return torch.from_numpy(array).to(self.device)
 
+    def tiled(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The pool from `offset` on, over and over, in a shape: `parity.inputs.tiled`, on the device."""
+        count = math.prod(shape)
+        return pool.roll(-offset).repeat(-(-count // pool.numel()))[:count].reshape(shape)
+
     def take(self, x: torch.Tensor) -> np.ndarray:
         """A result as float64 NumPy."""
         return x.detach().double().cpu().numpy()
@@ -71,6 +77,14 @@ class Stack:
         dtype = getattr(torch, problem.dtype)
         return [torch.randn(s, dtype=torch.float32, device=self.device).to(dtype) for s in shapes]
 
+    def shape(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """What stands for a tensor in `compile_ahead`."""
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+
+    def random_ahead(self, problem: AttentionProblem) -> Callable[[], list[torch.Tensor]]:
+        """`random` of a problem, nothing of which is to be compiled."""
+        return functools.partial(self.random, problem)
+
     def prepare_alike(self, kernel, problems: Sequence[AttentionProblem]) -> list[Any]:
         """Operands of problems of one shape; their own shapes may differ."""
         return [self.prepare(kernel, p) for p in problems]
@@ -88,16 +102,21 @@ class Stack:
 
     def compile(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float, Any]:
         """(callable, seconds of its first call, its first result): Triton and Inductor compile at the first call."""
-        del name  # its compilers keep their own caches
+        run, _ = self.compile_ahead(name, function)
+        began = time.perf_counter()
+        first = run(*arguments)
+        self.finish()
+        return run, time.perf_counter() - began, first
+
+    def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
+        """(callable, 0.0): nothing is compiled before the first call."""
+        del name, arguments  # its compilers keep their own caches
 
         def run(*args):
             with torch.no_grad():
                 return function(*args)
 
-        began = time.perf_counter()
-        first = run(*arguments)
-        self.finish()
-        return run, time.perf_counter() - began, first
+        return run, 0.0
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed."""

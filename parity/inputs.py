@@ -26,7 +26,8 @@ class InputSpec:
 
 
 @functools.lru_cache(maxsize=2)
-def _pool(seed: int, dtype: str) -> np.ndarray:
+def pool(seed: int, dtype: str) -> np.ndarray:
+    """The draws that all inputs of a seed are read from, as `stored`."""
     return stored(np.random.Generator(np.random.PCG64([seed, 77])).standard_normal(POOL, np.float32), dtype)
 
 
@@ -53,14 +54,23 @@ def widened(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
+def places(problem: AttentionProblem, spec: InputSpec) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where in the pool q, k, v and dout begin, and their shapes, [batch, seq, heads, head_dim]."""
+    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
+    return {
+        name: ((place * (POOL // 4) + spec.number * 104_729) % POOL, shape)
+        for place, (name, shape) in enumerate(zip(TENSORS, shapes, strict=True))
+    }
+
+
+def tiled(draws: np.ndarray, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The draws from `offset` on, over and over, in a shape."""
+    count = math.prod(shape)
+    flat = np.resize(np.roll(draws, -offset), count) if count > len(draws) - offset else draws[offset : offset + count]
+    return np.array(flat).reshape(shape)  # a copy: callers may hand its memory on
+
+
 def make_inputs(problem: AttentionProblem, spec: InputSpec) -> dict[str, np.ndarray]:
     """q, k, v, dout in [batch, seq, heads, head_dim], standard normal, as `stored`."""
-    pool = _pool(spec.seed, problem.dtype)
-    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
-    made = {}
-    for place, (name, shape) in enumerate(zip(TENSORS, shapes, strict=True)):
-        offset = (place * (POOL // 4) + spec.number * 104_729) % POOL
-        count = math.prod(shape)
-        flat = np.resize(np.roll(pool, -offset), count) if count > POOL - offset else pool[offset : offset + count]
-        made[name] = np.array(flat).reshape(shape)  # a copy: callers may hand its memory on
-    return made
+    draws = pool(spec.seed, problem.dtype)
+    return {name: tiled(draws, *place) for name, place in places(problem, spec).items()}

@@ -3,7 +3,16 @@
 import pytest
 
 from bench import attention_task, engine, timing
-from bench.timing import Protocol, Timing, above_ceiling, above_dense, difference_sampler, measure, wall_sampler
+from bench.timing import (
+    Protocol,
+    Timing,
+    above_ceiling,
+    above_dense,
+    difference_sampler,
+    flushes_alone,
+    measure,
+    wall_sampler,
+)
 from workload.masks import causal
 from workload.problem import AttentionProblem
 
@@ -111,7 +120,9 @@ def test_the_flush_is_outside_the_time(dispatch, monkeypatch):
         return device.enqueue(0.003 if cold else 0.001)
 
     def median(call, batch, cold):
-        return measure(difference_sampler(call, device.finish, flush, batch, cold), Protocol(samples=5, least=5)).median
+        alone = flushes_alone(device.finish, flush, batch)
+        sample = difference_sampler(call, device.finish, flush, alone, batch, cold)
+        return measure(sample, Protocol(samples=5, least=5)).median
 
     assert median(call, 5, True) == pytest.approx(0.003)
     assert median(call, 10, False) == pytest.approx(0.0012)  # the first of ten is cold

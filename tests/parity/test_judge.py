@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from bench import attention_task
 from bench.cases import ProblemSpec
 from parity.budgets import FLOOR, MULTIPLE, budgets, cross_budget
 from parity.compare import RESULTS, errors, over_budget, relative_error
-from parity.inputs import InputSpec, bfloat16_bits, make_inputs, stored, widened
+from parity.inputs import InputSpec, bfloat16_bits, make_inputs, stored, tiled, widened
 from parity.reference import Reference, chunked, reference_of, sample_of
 
 SPECS = [
@@ -96,3 +97,11 @@ def test_bfloat16_rounds_to_nearest_even():
 
     assert np.array_equal(bfloat16_bits(x), x.astype(ml_dtypes.bfloat16).view(np.uint16))
     assert np.array_equal(widened(stored(x[:4], "bfloat16")), x[:4].astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+@pytest.mark.parametrize("stack_name", ["jax", "torch"])
+def test_inputs_made_on_a_device_are_those_made_on_the_host(stack_name):
+    stack, draws = attention_task.stack_of(stack_name), stored(np.arange(1, 12, dtype=np.float32), "bfloat16")
+    for offset, shape in ((0, (2, 3)), (7, (3, 5)), (10, (1, 40))):
+        made = stack.tiled(stack.put(draws), offset, shape)
+        assert np.array_equal(stack.take(made), widened(tiled(draws, offset, shape)))
