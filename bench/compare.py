@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import app
 from rich.console import Console
 from rich.table import Table
 
-from bench import records
+from bench import options, records
 
-THRESHOLD = flags.DEFINE_float("threshold", 0.03, "Smallest change that counts, as a share.", lower_bound=0)
+THRESHOLD = options.define_float("threshold", 0.03, "Smallest change that counts, as a share.", lower_bound=0)
 
 
 @dataclasses.dataclass(frozen=True)

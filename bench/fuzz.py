@@ -49,14 +49,14 @@ def rows_of(spec: ProblemSpec, kernels: tuple[str, ...]) -> list[Case]:
 
 def define() -> None:
     """Defines the flags."""
-    flags.DEFINE_float("seconds", 60.0, "No further problem is begun after this.", lower_bound=0)
+    options.define_float("seconds", 60.0, "No further problem is begun after this.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
     flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
     flags.DEFINE_integer("count", 10_000, "Most problems.", lower_bound=1)
     flags.DEFINE_integer("longest", 400, "Longest sequence in tokens.", lower_bound=2)
     flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
     flags.DEFINE_string("out", "out/fuzz.jsonl", "Record file; replaced.")
-    flags.DEFINE_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
+    options.define_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
 
 
 def main(argv):

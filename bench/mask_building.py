@@ -13,13 +13,14 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench import options
 from workload.masks import STATIC_MASKS
 from workload.suite import static_arguments
 
 SEQ_LEN = flags.DEFINE_integer("seq_len", 1 << 20, "Tokens.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 3, "Builds of each mask; the fastest counts.", lower_bound=1)
-SECONDS = flags.DEFINE_float("seconds", 1.0, "Bar of the time of a build.", lower_bound=0)
-MEGABYTES = flags.DEFINE_float("megabytes", 100.0, "Bar of a build's peak memory, in 1e6 bytes.", lower_bound=0)
+SECONDS = options.define_float("seconds", 1.0, "Bar of the time of a build.", lower_bound=0)
+MEGABYTES = options.define_float("megabytes", 100.0, "Bar of a build's peak memory, in 1e6 bytes.", lower_bound=0)
 TILE = flags.DEFINE_integer("tile", 128, "Tile size of the tile runs.", lower_bound=1)
 
 

@@ -1,5 +1,6 @@
 """The absl flags that the binaries share, and what they mean: cases, options of a run. Bad values are named."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,14 @@ def tokens(text: str) -> int:
     return int(found[1]) * UNITS[found[2].lower()]
 
 
+def define_float(name: str, default: float, text: str, lower_bound: float | None = None,
+                 upper_bound: float | None = None) -> flags.FlagHolder[float]:
+    """A float flag that is a finite number: no comparison with a bound or a clock means anything with NaN."""
+    held = flags.DEFINE_float(name, default, text, lower_bound, upper_bound)
+    flags.register_validator(name, math.isfinite, message=f"--{name} must be a finite number")
+    return held
+
+
 def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """The values, "all" standing for all allowed ones. ValueError names the first that is not allowed."""
     if list(values) == ["all"]:
@@ -59,14 +68,14 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
         "prolong64k, prolong512k, or lengths that sum to the one sequence length, as 3000+1000+96.")
     flags.DEFINE_integer("packs", 1, "Packs of documents and draws of mask parameters: seeds --seed and on.",
                          lower_bound=1)
-    flags.DEFINE_float("long_share", 0.0, "Share of tokens in documents of 8K to 30K tokens (the paper mixes 0.6).",
+    define_float("long_share", 0.0, "Share of tokens in documents of 8K to 30K tokens (the paper mixes 0.6).",
                        lower_bound=0, upper_bound=1)
-    flags.DEFINE_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
+    define_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
                        upper_bound=1)
     flags.DEFINE_integer("window", 1024, "Window of the sliding masks in tokens, inclusive.", lower_bound=0)
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
     flags.DEFINE_integer("sparse_block", 128, "Block of the dynamic masks in tokens.", lower_bound=1)
-    flags.DEFINE_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
+    define_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
 
 
 def define_run(out: str) -> None:
@@ -79,10 +88,10 @@ def define_run(out: str) -> None:
     flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
     flags.DEFINE_string("out", out, "Record file: one JSON line a row.")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
-    flags.DEFINE_float("deadline", 180.0, "Seconds a row may take, compilation included.", lower_bound=1)
-    flags.DEFINE_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
+    define_float("deadline", 180.0, "Seconds a row may take, compilation included.", lower_bound=1)
+    define_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
     flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
-    flags.DEFINE_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
+    define_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
 
 
 def lengths(values: flags.FlagValues) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
+from bench import options
 from bench.cases import ProblemSpec
 from bench.interleave import contender, interleave, row_of
 from workload.errors import Unsupported
@@ -32,8 +33,8 @@ HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Head dimension.", lower_bound=
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float16"), "Of all tensors.")
 PASSES_FLAG = flags.DEFINE_multi_enum("pass", list(PASSES), PASSES, "Passes (repeat the flag).")
 ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of a case.", lower_bound=1)
-SECONDS = flags.DEFINE_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
-WARM_UP = flags.DEFINE_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
+SECONDS = options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
+WARM_UP = options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "File that JSON lines are added to.")
 
 

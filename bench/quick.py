@@ -49,7 +49,7 @@ def quick_cases(gpu: bool) -> list[Case]:
 def define() -> None:
     """Defines the flags."""
     flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
-    flags.DEFINE_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
+    options.define_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
 
 
 def main(argv):

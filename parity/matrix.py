@@ -17,6 +17,7 @@ class Shape:
     window: int
     block: int
     sparse_block: int = 64
+    timed: bool = False  # on a GPU
 
 
 SHAPES = {
@@ -27,7 +28,7 @@ SHAPES = {
     "plain_heads": Shape(1536, 1536, 1, 4, 4, 64, "bfloat16", 200, 192),
     "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128),
     "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
-    "long": Shape(8192, 8192, 1, 64, 8, 128, "bfloat16", 1024, 1024, 128),
+    "long": Shape(8192, 8192, 1, 64, 8, 128, "bfloat16", 1024, 1024, 128, True),
 }
 CPU_SHAPES = ("tiny", "tiny_half")
 GPU_SHAPES = ("ragged", "square", "plain_heads", "float16", "float32", "long")

@@ -43,7 +43,8 @@ def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monke
     monkeypatch.setattr(module, "cross_budget", lambda budget: dict.fromkeys(budget, 1e-12))
     console = module.Console(soft_wrap=True)
     cell = module.cells(["sdpa"], ["causal"], ["tiny"], ["forward"], 3)[0]
-    row = module.run([cell], tmp_path / "p.jsonl", False, 120.0, console)[0]
+    with module.engine.Workers() as workers:
+        row = module.run([cell], tmp_path / "p.jsonl", False, 120.0, console, [workers])[0]
     assert row["status"] == "mismatch" and "jax to torch out" in row["reason"]
     assert f"again: {row['repeat']}" in capsys.readouterr().out
     command = shlex.split(row["repeat"].replace("out/again.jsonl", str(tmp_path / "again.jsonl")))
