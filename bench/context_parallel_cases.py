@@ -71,12 +71,12 @@ class Case:
         return make_topology(self.scheme, self.world, ulysses=self.ulysses or None, window=self.window or None,
                              ranks_per_node=self.ranks_per_node)
 
-    def schedule(self, problem: AttentionProblem | None = None) -> Schedule:
-        """What the ranks execute."""
+    def schedule(self, problem: AttentionProblem | None = None, *, with_lse: bool = False) -> Schedule:
+        """What the ranks execute; with_lse: lse travels back to its tokens as out does."""
         problem, topology = problem or self.spec.problem(), self.topology
         granule = self.granule or getattr(problem.mask, "block", None) or 1
         held = shardings(self.sharding, problem.mask, topology, granule=granule)
-        return make_schedule(self.scheme, problem, topology, *held, travel=self.travel)
+        return make_schedule(self.scheme, problem, topology, *held, travel=self.travel, with_lse=with_lse)
 
     def record(self) -> dict[str, Any]:
         """The case as it stands in a row."""

@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,17 @@ def open_records(options: Options) -> records.Writer:
 
 
 class Workers(contextlib.ExitStack):
-    """The workers of a run, each started when first asked."""
+    """The workers of a run, each started when first asked; arguments as of `Worker`."""
 
-    def __init__(self, memory: int | None = None):
+    def __init__(self, memory: int | None = None, environ: Mapping[str, str] | None = None):
         super().__init__()
-        self._memory = memory
+        self._memory, self._environ = memory, environ
         self._held: dict[str, Worker] = {}
         self._environment: dict[str, dict] = {}
 
     def __getitem__(self, stack: str) -> Worker:
         if stack not in self._held:
-            self._held[stack] = self.enter_context(Worker(stack, self._memory))
+            self._held[stack] = self.enter_context(Worker(stack, self._memory, self._environ))
         return self._held[stack]
 
     def start(self, stacks: Sequence[str], deadline: float) -> None:

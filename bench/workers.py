@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 MEMORY_WORDS = ("out of memory", "out_of_memory", "resource_exhausted", "bad_alloc", "memoryerror", "cannot allocate")
@@ -38,11 +39,13 @@ class Worker:
     Attributes:
       stack: which.
       memory: bytes of private memory it may hold, None for no limit (a GPU's driver reserves far more than it uses).
+      environ: variables of its environment besides the stack's.
     """
 
-    def __init__(self, stack: str, memory: int | None = None):
+    def __init__(self, stack: str, memory: int | None = None, environ: Mapping[str, str] | None = None):
         self.stack = stack
         self.memory = memory
+        self.environ = environ or {}
         self.starts = 0
         self._process: subprocess.Popen | None = None
         self._ask = self._answer = -1
@@ -104,7 +107,7 @@ class Worker:
         command = [sys.executable, "-m", "bench.worker_main", str(to_read), str(to_write), str(self.memory or 0)]
         self._process = subprocess.Popen(
             command, pass_fds=(to_read, to_write), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            start_new_session=True, env=os.environ | ENVIRONMENT[self.stack],
+            start_new_session=True, env=os.environ | ENVIRONMENT[self.stack] | self.environ,
         )
         os.close(to_read)
         os.close(to_write)
