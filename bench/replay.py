@@ -10,13 +10,13 @@ adds the links that the flags describe. A small replay of each scheme, mask and 
 first (--check), and of what is timed, some rows and keys.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import functools
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +92,21 @@ def define() -> None:
     flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of q, k, v.")
     flags.DEFINE_string("documents", "auto", "Data set of document lengths.")
-    flags.DEFINE_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
+    options.define_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
     flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest first; 0 for all.", lower_bound=0)
-    flags.DEFINE_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
-    flags.DEFINE_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
+    options.define_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
+    options.define_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time.", lower_bound=1)
-    flags.DEFINE_float("estimate_rate", 0.0, "Measure nothing: count visited tiles, at this rate in FLOP/s (6e14).",
+    options.define_float("estimate_rate", 0.0, "Measure nothing: count visited tiles, at this rate in FLOP/s (6e14).",
                        lower_bound=0)
     flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
-    flags.DEFINE_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
+    options.define_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
     flags.DEFINE_string("out", "out/replay.jsonl", "Record file: one JSON line a row.")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
     for name, value in dataclasses.asdict(Links()).items():
         unit = "seconds" if name.endswith("latency") else "bytes/s"
-        flags.DEFINE_float(f"link_{name}", value, f"{name.replace('_', ' ')}, {unit} a rank.")
+        options.define_float(f"link_{name}", value, f"{name.replace('_', ' ')}, {unit} a rank.")
 
 
 def cases_of(values: flags.FlagValues) -> list[cp.Case]:
@@ -137,33 +137,26 @@ def settings_of(values: flags.FlagValues) -> Settings:
                     values.flop_limit, links, values.check, values.workers, values.estimate_rate)
 
 
-def kernel_of(case: cp.Case, on_gpu: bool) -> str:
-    """The local kernel of a case."""
-    if case.kernel:
-        return case.kernel
-    if not on_gpu:
-        return "naive"
-    return "flashinfer" if case.spec.mask in DYNAMIC_MASKS else "flashmask"
-
-
-def shape_key(case: cp.Case, schedule: Schedule, kernel: str) -> tuple:
+def shape_key(case: cp.Case, schedule: Schedule) -> tuple:
     """Cases of one key run the same compiled local program."""
     s = schedule.signature
-    return (case.stack, kernel, s.batch, s.q_rows, s.kv_rows, s.heads.q_local, s.heads.kv_local, s.head_dim, s.dtype,
-            len(s.steps) > 1, case.world > 1)
+    return (case.stack, case.kernel, case.spec.mask in DYNAMIC_MASKS, s.batch, s.q_rows, s.kv_rows, s.heads.q_local,
+            s.heads.kv_local, s.head_dim, s.dtype, len(s.steps) > 1, case.world > 1)
 
 
-def summary(
-    schedule: Schedule, measured: Sequence[dict[str, Any]], combine: Sequence[float], links: Links
-) -> dict[str, Any]:
-    """What a row tells of measured local work: per pass the slowest rank's seconds and the predicted job's."""
+def summary(schedule: Schedule, measured: dict[str, Any], links: Links) -> dict[str, Any]:
+    """What a row tells of measured local work: per pass the slowest rank's seconds and the predicted job's.
+
+    measured: of `replay_task.times`: what combining costs comes to every step but the first, what is done once to that.
+    """
     steps = range(len(schedule.signature.steps))
     out: dict[str, Any] = {}
-    for which, extra in zip(PASSES, combine, strict=True):
+    for which, extra, once in zip(PASSES, measured["combine"], measured["once"], strict=True):
         slowest = np.zeros(len(steps))
-        for run in measured:
+        for run in measured["runs"]:
             slowest[run["step"]] = max(slowest[run["step"]], run[which])
         slowest[1:] += extra
+        slowest[0] += once
         found = predict(schedule.signature, which, slowest.tolist(), links)
         out[which] = {"slowest": slowest.tolist(), "compute": found.compute, "predicted": found.total,
                       "exposed_links": found.exposed}
@@ -216,6 +209,7 @@ class Replay:
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
             row["key"]: row for row in records.read(writer.path) if row["status"] == "ok" and row["case"]["world"] == 1}
         self._checked: dict[tuple, Any] = {}
+        self._device = threading.Lock()  # what is timed is timed alone
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Writes a row for each case that the file lacks, and one for T1 of each problem."""
@@ -229,14 +223,20 @@ class Replay:
                 if each.key not in members and each.key not in self._found:
                     members[each.key] = each, each.schedule()
         groups: dict[tuple, list[Member]] = {}
-        for case, schedule in sorted(members.values(), key=lambda m: m[0].world):  # T1 first: rows are written early
-            groups.setdefault(shape_key(case, schedule, self._kernel(case)), []).append((case, schedule))
+        for case, schedule in sorted(  # T1 first: other rows wait for it
+                members.values(), key=lambda m: (m[0].stack, m[0].world)):
+            groups.setdefault(shape_key(case, schedule), []).append((case, schedule))
+        waiting: list[Member] = []
         for measured in self._measure(list(groups.values())):
-            for case, schedule in measured:
-                self._write(case, self._row(case, schedule, ones.get(case.key, case)))
+            waiting += measured
+            for member in [m for m in waiting if self._single(m[0], ones).key in self._found]:
+                waiting.remove(member)
+                self._write(member[0], self._row(*member, self._single(member[0], ones)))
 
-    def _kernel(self, case: cp.Case) -> str:
-        return kernel_of(case, self.workers.environment(case.stack, self.settings.deadline).get("backend") != "cpu")
+    @staticmethod
+    def _single(case: cp.Case, ones: dict[str, cp.Case]) -> cp.Case:
+        """The case that measures T1 of a case: itself, where it is one."""
+        return ones.get(case.key, case)
 
     def _good(self, case: cp.Case) -> bool:
         """Whether there is such a schedule and its small replay is right; writes the row where not."""
@@ -253,8 +253,7 @@ class Replay:
         key = _check_key(case)
         if key not in self._checked:
             self._checked[key] = {} if not self.settings.check else self.workers[case.stack].ask(
-                f"{TASKS}:check", self.settings.deadline, case=case.record(), tokens=CHECK_TOKENS,
-                kernel=self._kernel(case))
+                f"{TASKS}:check", self.settings.deadline, case=case.record(), tokens=CHECK_TOKENS)
         errors = self._checked[key]
         if isinstance(errors, Failure):
             return dataclasses.asdict(errors)
@@ -262,37 +261,37 @@ class Replay:
         return {"status": "mismatch", "reason": bad} if bad else None
 
     def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
-        """Builds `workers` groups at a time, each in its own process; times them one by one and yields each."""
-        at_once = self.settings.workers
-        for begin in range(0, len(groups), at_once):
-            some = groups[begin : begin + at_once]
-            with contextlib.ExitStack() as held, ThreadPoolExecutor(at_once) as threads:
-                workers = [held.enter_context(Worker(group[0][0].stack)) for group in some]
-                built = list(threads.map(self._build, workers, some))
-                for worker, group, found in zip(workers, some, built, strict=True):
-                    if not isinstance(found, Failure):
-                        found = self._times(worker, found)
-                    for n, (case, _) in enumerate(group):
-                        self._found[case.key] = found if isinstance(found, Failure) else \
-                            found | {"runs": found["runs"][n]}
-                    worker.kill()
-                    yield group
+        """Builds `workers` groups at a time, each in a process of its own; yields each once it has been timed."""
+        with ThreadPoolExecutor(self.settings.workers) as threads:
+            for done in as_completed([threads.submit(self._measure_group, group) for group in groups]):
+                yield done.result()
 
-    def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
-        return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
-                          kernel=self._kernel(group[0][0]), count=self.settings.ranks)
+    def _measure_group(self, group: Sequence[Member]) -> Sequence[Member]:
+        """Has a worker build, then time (alone on the device), then check what it timed; keeps what it found.
 
-    def _times(self, worker: Worker, built: dict[str, Any]) -> Any:
-        found = worker.ask(f"{TASKS}:times", self.settings.deadline,
-                           protocol=dataclasses.asdict(self.settings.protocol))
-        return found if isinstance(found, Failure) else built | found
+        What T1 ran is as large as the device allows: its worker goes at once, `bench.dense` checks such problems.
+        """
+        deadline, alone = self.settings.deadline, group[0][0].world == 1
+        with Worker(group[0][0].stack) as worker:
+            found = worker.ask(f"{TASKS}:build", deadline, case_list=[c.record() for c, _ in group],
+                               count=self.settings.ranks)
+            if not isinstance(found, Failure):
+                with self._device:
+                    timed = worker.ask(f"{TASKS}:times", deadline, protocol=dataclasses.asdict(self.settings.protocol))
+                found = timed if isinstance(timed, Failure) else found | timed
+            if not isinstance(found, Failure):
+                errors = {} if alone else worker.ask(f"{TASKS}:spots", deadline)
+                found = errors if isinstance(errors, Failure) else found | {"spot_errors": errors}
+        for n, (case, _) in enumerate(group):
+            self._found[case.key] = found if isinstance(found, Failure) else found | {"runs": found["runs"][n]}
+        return group
 
     def _row(self, case: cp.Case, schedule: Schedule, one: cp.Case) -> dict[str, Any]:
         found, single = self._found[case.key], self._found[one.key]
         if isinstance(found, Failure):
             return dataclasses.asdict(found)
         row = cp.plan_of_schedule(schedule) | {"efficiency_bound": schedule.efficiency_bound} | found
-        row |= summary(schedule, found["runs"], found["combine"], self.settings.links)
+        row |= summary(schedule, found, self.settings.links)
         row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked.get(_check_key(case), {}),
                 "ranks_per_step": self.settings.ranks, "timer": self.timer}
         wrong = over_limit(found["spot_errors"], case.spec.dtype)
@@ -308,7 +307,7 @@ class Replay:
 
     def _write(self, case: cp.Case, found: dict[str, Any]) -> None:
         row = {
-            "key": case.key, "kind": self.kind, "case": case.record(), "kernel": self._kernel(case), "status": "ok",
+            "key": case.key, "kind": self.kind, "case": case.record(), "kernel": case.kernel, "status": "ok",
             "reason": "", "environment": self._environment(case),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         } | found
@@ -320,9 +319,6 @@ class Estimate(Replay):
     """A replay without a device: the time of a local problem from the tiles that a tiled kernel visits."""
 
     kind, timer = "replay_estimate", "estimated from visited tiles, not measured"
-
-    def _kernel(self, case: cp.Case) -> str:
-        return "tiles"
 
     def _wrong(self, case: cp.Case) -> None:
         return None
@@ -358,7 +354,8 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
     rows = signature.batch * signature.q_rows * signature.heads.q_local * signature.head_dim
     keys = signature.batch * signature.kv_rows * signature.heads.kv_local * signature.head_dim
     return {"runs": runs, "combine": [12 * rows / MEMORY_BANDWIDTH, 12 * (rows + 2 * keys) / MEMORY_BANDWIDTH],
-            "spot_errors": {}}
+            "once": [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 4)],
+            "kernel": "tiles", "spot_errors": {}}
 
 
 def _check_key(case: cp.Case) -> tuple:

@@ -15,15 +15,20 @@ from typing import Any
 import numpy as np
 
 from bench.attention_task import stack_of
-from bench.context_parallel_cases import from_record
+from bench.context_parallel_cases import Case, from_record
 from bench.spot_check import spot_errors
 from bench.timing import Protocol, measure
 from parity.inputs import make_inputs, widened
+from workload.block_masks import BlockMask
+from workload.capability import DYNAMIC_MASKS
+from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule
 
-BATCH_SECONDS = 0.005  # calls are timed in batches at least this long, so that what it costs to launch them is small
+BATCH_SECONDS = 0.003  # calls are timed in batches about this long, of two at least
 BATCHES = 64
+LONG_SECONDS = 0.05  # a call this long is timed alone, twice
+NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
 
 
@@ -94,7 +99,16 @@ def _add(into: np.ndarray, part: np.ndarray, tokens: np.ndarray, heads: np.ndarr
             into[:, tokens, head] += part[:, : len(tokens), n]
 
 
-def check(case: dict[str, Any], tokens: int, kernel: str) -> dict[str, Any]:
+def kernel_of(case: Case) -> str:
+    """The local kernel of a case; by default naive on a CPU, flashmask or flashinfer on a GPU."""
+    if case.kernel:
+        return case.kernel
+    if not stack_of(case.stack).on_gpu:
+        return "naive"
+    return "flashinfer" if case.spec.mask in DYNAMIC_MASKS else "flashmask"
+
+
+def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Errors of a small replay of a case (`tokens` a rank, 8 ranks and a few heads at most) against the oracle."""
     from parity.compare import relative_error
     from workload.oracle import attention_oracle
@@ -110,7 +124,7 @@ def check(case: dict[str, Any], tokens: int, kernel: str) -> dict[str, Any]:
     schedule = small.schedule()
     problem = schedule.problem
     arrays = make_inputs(problem, small.spec.inputs())
-    got = outputs(small.stack, schedule, kernel, arrays)
+    got = outputs(small.stack, schedule, kernel_of(small), arrays)
     exact = {name: widened(x) for name, x in arrays.items()}
     want = attention_oracle(exact["q"], exact["k"], exact["v"], problem.mask, problem.scale, exact["dout"])
     return {name: relative_error(x, getattr(want, name)) for name, x in got.items()}
@@ -131,15 +145,16 @@ class Work:
 
 
 def chosen_ranks(cells: np.ndarray, count: int) -> list[int]:
-    """Ranks to run at a step: the one with the most cells, then ranks spread over the order of work; 0 is all.
+    """Ranks to run at a step: the busiest and others spread over those nearly as busy; 0 is all ranks.
 
-    >>> chosen_ranks(np.array([5, 1, 9, 3]), 2)
-    [2, 1]
+    >>> chosen_ranks(np.array([5, 19, 20, 3, 18]), 2)
+    [2, 4]
     """
     order = np.argsort(-cells, kind="stable")
-    if not count or count >= len(order):
+    if not count:
         return order.tolist()
-    return order[np.unique(np.linspace(0, len(order) - 1, count).round().astype(int))].tolist()
+    order = order[cells[order] >= NEARLY * cells.max()]
+    return order[np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))].tolist()
 
 
 def works_of(number: int, schedule: Schedule, count: int) -> list[Work]:
@@ -163,23 +178,39 @@ def mask_key(mask) -> str:
     return digest.hexdigest()[:16]
 
 
+def unseeing(problem: AttentionProblem) -> AttentionProblem:
+    """The problem under a mask of the same shapes that shows nothing to anybody."""
+    mask = problem.mask
+    if isinstance(mask, BlockMask):
+        nothing = dataclasses.replace(mask, counts=np.zeros_like(mask.counts))
+    else:
+        nothing = IntervalMask(np.zeros_like(mask.starts), np.zeros_like(mask.ends), mask.kv_len, "custom")
+    return dataclasses.replace(problem, mask=nothing)
+
+
 @dataclasses.dataclass
 class _Group:
-    """Cases of equal local shapes, built in a worker: what there is to run, and both passes compiled."""
+    """Cases of equal local shapes, built in a worker: what there is to run, and the programs that run it.
+
+    operands: of each distinct problem; the last, where the cases walk, sees nothing (NOTHING).
+    """
 
     works: list[Work]
     cells: list[np.ndarray]
     problems: dict[str, AttentionProblem]
     operands: dict[str, Any]
-    passes: "_Passes"
-    walked: bool
+    programs: "_Programs"
+    spots: list[tuple[AttentionProblem, Any]] = dataclasses.field(default_factory=list)
 
 
+NOTHING = "nothing"
 _ready: list[_Group] = []  # the group this worker has built
 
 
-def build(case_list: Sequence[dict[str, Any]], kernel: str, count: int) -> dict[str, Any]:
-    """Makes the local problems of cases of equal `bench.replay.shape_key` and compiles both passes for them.
+def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
+    """Makes the local problems of cases of equal `bench.replay.shape_key` and compiles what runs them.
+
+    Nothing runs on the device, so that other workers can build while one measures.
 
     Args:
       count: ranks a step, see `chosen_ranks`.
@@ -191,115 +222,137 @@ def build(case_list: Sequence[dict[str, Any]], kernel: str, count: int) -> dict[
     stack.release()
     works = [w for n, s in enumerate(schedules) for w in works_of(n, s, count)]
     problems = {w.key: w.problem for w in works}
-    chosen = stack.kernel(kernel)
+    distinct, walked = len(problems), len(signature.steps) > 1
+    chosen, some = stack.kernel(kernel_of(cases[0])), works[0].problem
     for problem in problems.values():
         chosen.require(problem)
+    if walked:
+        problems[NOTHING] = unseeing(some)
     began = time.perf_counter()
     operands = dict(zip(problems, stack.prepare_alike(chosen, list(problems.values())), strict=True))
     prepare_seconds = time.perf_counter() - began
-    some, walked = next(iter(problems)), len(signature.steps) > 1
-    passes = _Passes(stack, chosen, problems[some], operands[some], partial_out=walked,
-                     partial_grads=signature.topology.world > 1)
-    _ready.append(_Group(works, [s.cells for s in schedules], problems, operands, passes, walked))
-    return {"distinct": len(problems), "prepare_seconds": prepare_seconds,
+    programs = _Programs(stack, chosen, some, operands[works[0].key], walked, signature.topology.world > 1)
+    _ready.append(_Group(works, [s.cells for s in schedules], problems, operands, programs))
+    return {"kernel": chosen.name, "distinct": distinct, "prepare_seconds": prepare_seconds,
             "compile_seconds": time.perf_counter() - began - prepare_seconds}
 
 
 def times(protocol: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the local work that `build` made, of all its cases.
 
-    Returns: per case its runs, [{step, rank, cells, forward, backward}]; the largest spot errors; and the seconds of
-    merging two partial results (forward) and of adding two gradients (backward), which every step of a walk but the
-    first costs besides.
+    Returns: per case its runs, [{step, rank, cells, forward, backward}]; and of a walk, by pass, what every step but
+    the first costs besides (`combine`: a merge, the addition of dq, dk, dv), what a rank does once (`once`: out in
+    its dtype, the row sums of out * dout) and what a step costs a rank that sees nothing of it (`nothing`).
     """
     group, limits = _ready[0], Protocol(**protocol)
-    stack, seconds = group.passes.stack, {}
-    spots: dict[str, float] = {}
+    programs, seconds = group.programs, {}
+    programs.draw()
     for name, operands in group.operands.items():
-        if len(seconds) < SPOTS:
-            results = (*group.passes.forward(operands), *group.passes.backward(operands))
-            for label, e in spot_errors(stack, group.problems[name], group.passes.inputs, results).items():
-                spots[label] = max(spots.get(label, 0.0), e)
-        seconds[name] = group.passes.seconds(operands, limits)
+        seconds[name] = programs.seconds(operands, limits)
+        if len(group.spots) < SPOTS and name != NOTHING:
+            group.spots.append((group.problems[name], (*programs.forward(operands), *programs.backward(operands))))
     runs: list[list[dict[str, Any]]] = [[] for _ in group.cells]
     for w in group.works:
         forward, backward = seconds[w.key]
         cells = int(group.cells[w.case][w.step, w.rank])
         runs[w.case].append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
-    some = next(iter(group.problems.values()))
-    combine = _time_combining(stack, some, limits) if group.walked else [0.0, 0.0]
-    return {"runs": runs, "combine": combine, "spot_errors": spots}
+    found = {"runs": runs, "combine": [0.0, 0.0], "once": [0.0, 0.0]}
+    if programs.walked:
+        found |= {"nothing": list(seconds[NOTHING])} | programs.seconds_besides(group.operands[NOTHING], limits)
+    return found
 
 
-class _Passes:
-    """Both passes of a kernel compiled for the shapes of a problem, and random inputs for them.
+def spots() -> dict[str, float]:
+    """The largest errors at spot-checked rows and keys of some problems that `times` ran."""
+    group, found = _ready[0], {}
+    for problem, results in group.spots:
+        for label, e in spot_errors(group.programs.stack, problem, group.programs.inputs, results).items():
+            found[label] = max(found.get(label, 0.0), e)
+    return found
 
-    partial: whether results are parts of a larger problem: out and gradients in float32.
+
+class _Programs:
+    """What a rank of a scheme runs, compiled for the shapes of a local problem.
+
+    Attributes:
+      inputs: q, k, v, dout, random; there once `draw` has been called.
+      walked: whether results are parts of a larger problem, out in float32, that are merged and added up.
     """
 
-    def __init__(self, stack, kernel, problem: AttentionProblem, operands, *, partial_out: bool, partial_grads: bool):
-        self.stack, scale = stack, problem.scale
-        kinds = [stack.float32 if partial else None for partial in (partial_out, partial_grads)]
-        self.inputs = stack.random(problem)
+    def __init__(self, stack, kernel, problem: AttentionProblem, operands, walked: bool, partial_grads: bool):
+        self.stack, self.walked, scale, ahead = stack, walked, problem.scale, stack.compile_ahead
+        kinds = [stack.float32 if partial else None for partial in (walked, partial_grads)]
 
         def forward(q, k, v, operands):
             return kernel.forward(q, k, v, operands, scale, out_dtype=kinds[0])
 
-        def backward(q, k, v, out, lse, dout, operands):
-            return kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=kinds[1])
+        def backward(q, k, v, out, lse, dout, delta, operands):
+            return kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=kinds[1], delta=delta)
 
-        q, k, v, dout = self.inputs
-        self._forward, _, self.results = stack.compile(
-            ("forward", kernel.name, scale, partial_out), forward, q, k, v, operands)
-        out, lse = self.results
-        self._out = stack.like(out, q)
-        self._backward, _, _ = stack.compile(
-            ("backward", kernel.name, scale, partial_grads), backward, q, k, v, self._out, lse, dout, operands)
+        q, k = (stack.shape(shape, problem.dtype) for shape in (problem.q_shape, problem.kv_shape))
+        lse = stack.shape((problem.batch, problem.q_heads, problem.q_len), "float32")
+        self._random, self.inputs = stack.random_ahead(problem), []
+        self._forward, _ = ahead(("forward", kernel.name, scale, walked), forward, q, k, k, operands)
+        self._backward, _ = ahead(("backward", kernel.name, scale, partial_grads), backward, q, k, k, q, lse, q,
+                                  lse if walked else None, operands)
+        if walked:
+            single = [stack.shape(shape, "float32") for shape in (problem.q_shape, problem.kv_shape, problem.kv_shape)]
+            part = single[0], lse
+            self._round, _ = ahead("round", stack.like, single[0], q)
+            self._row_sums, _ = ahead("row_sums", stack_part(stack.name, "local").row_sums, q, q)
+            self._merge, _ = ahead("merge", stack_part(stack.name, "merge").merge, part, part)
+            self._add, _ = ahead("add", lambda a, b: [x + y for x, y in zip(a, b, strict=True)], single, single)
+
+    def draw(self) -> None:
+        """Makes the inputs, on the device."""
+        self.inputs = self._random()
 
     def forward(self, operands):
-        """out, lse; the backward pass runs from the last ones."""
-        self.results = self._forward(*self.inputs[:3], operands)
-        self._out = self.stack.like(self.results[0], self.inputs[0])
-        return self.results
+        """out, lse."""
+        return self._forward(*self.inputs[:3], operands)
 
     def backward(self, operands):
-        """dq, dk, dv."""
+        """dq, dk, dv, from the problem's own forward pass."""
+        return self._backward_call(operands)()
+
+    def _backward_call(self, operands):
         q, k, v, dout = self.inputs
-        return self._backward(q, k, v, self._out, self.results[1], dout, operands)
+        out, lse = self.forward(operands)
+        if not self.walked:
+            return functools.partial(self._backward, q, k, v, out, lse, dout, None, operands)
+        out = self._round(out, q)
+        return functools.partial(self._backward, q, k, v, out, lse, dout, self._row_sums(out, dout), operands)
 
     def seconds(self, operands, protocol: Protocol) -> tuple[float, float]:
         """Of both passes."""
-        forward = functools.partial(self._forward, *self.inputs[:3], operands)
-        return _seconds(self.stack, forward, protocol), _seconds(self.stack, lambda: self.backward(operands), protocol)
+        forward = functools.partial(self.forward, operands)
+        return _seconds(self.stack, forward, protocol), _seconds(self.stack, self._backward_call(operands), protocol)
 
-
-def _time_combining(stack, problem, protocol: Protocol) -> list[float]:
-    """Seconds of one merge, and of adding dq, dk, dv to what there is."""
-    merge = stack_part(stack.name, "merge").merge
-    q, k, v, _ = stack.random(problem)
-    part = stack_part(stack.name, "merge").empty(q)
-    join, _, _ = stack.compile("merge", merge, part, part)
-    grads = [stack.like(x, part[0]) for x in (q, k, v)]
-    add, _, _ = stack.compile("add", lambda a, b: [x + y for x, y in zip(a, b, strict=True)], grads, grads)
-    return [_seconds(stack, lambda: join(part, part), protocol), _seconds(stack, lambda: add(grads, grads), protocol)]
+    def seconds_besides(self, operands, protocol: Protocol) -> dict[str, list[float]]:
+        """By pass, of combining two steps' results and of what a rank does once; see `times`."""
+        q, dout = self.inputs[0], self.inputs[3]
+        part, grads = tuple(self.forward(operands)), list(self.backward(operands))
+        calls = {
+            "combine": (lambda: self._merge(part, part), lambda: self._add(grads, grads)),
+            "once": (lambda: self._round(part[0], q), lambda: self._row_sums(q, dout)),
+        }
+        return {name: [_seconds(self.stack, call, protocol) for call in pair] for name, pair in calls.items()}
 
 
 def _seconds(stack, call, protocol: Protocol) -> float:
-    """Median seconds of a call, timed in batches from one wait to the next; of a long call, the better of two."""
-    def once():
+    """Median seconds of a call: what a batch twice as long takes longer, so that launch and wait cancel; of a long
+    call, the better of two."""
+    def batch(count: int) -> float:
         began = time.perf_counter()
-        stack.finish(call())
-        return time.perf_counter() - began
-
-    first = once()
-    if first > 10 * BATCH_SECONDS:
-        return min(first, once())
-    batch = max(1, min(BATCHES, round(BATCH_SECONDS / max(1e-6, once()))))
-
-    def sample(_):
-        began = time.perf_counter()
-        for _ in range(batch):
+        for _ in range(count):
             result = call()
         stack.finish(result)
-        return (time.perf_counter() - began) / batch
-    return measure(sample, protocol).median
+        return time.perf_counter() - began
+
+    first = batch(1)
+    if first > LONG_SECONDS:
+        return min(batch(1), batch(1))
+    count = max(2, min(BATCHES, round(BATCH_SECONDS / max(1e-6, batch(1)))))
+    if not stack.on_gpu:
+        return measure(lambda _: batch(count) / count, protocol).median
+    return measure(lambda _: (batch(2 * count) - batch(count)) / count, protocol).median

@@ -103,10 +103,11 @@ def test_slowest_rank_of_each_step_counts():
     schedule = case.schedule()
     runs = [{"step": 0, "rank": 0, "forward": 1.0, "backward": 2.0}, {"step": 0, "rank": 1, "forward": 3.0,
                                                                      "backward": 1.0}]
-    found = replay.summary(schedule, runs, (0.5, 0.25), Links(0.0, 1e30, 0.0, 1e30))
+    measured = {"runs": runs, "combine": (0.5, 0.25), "once": (0.125, 0.0625)}
+    found = replay.summary(schedule, measured, Links(0.0, 1e30, 0.0, 1e30))
     later = len(schedule.signature.steps) - 1
-    assert found["forward"]["compute"] == pytest.approx(3.0 + 0.5 * later)
-    assert found["backward"]["compute"] == pytest.approx(2.0 + 0.25 * later)
+    assert found["forward"]["compute"] == pytest.approx(3.125 + 0.5 * later)
+    assert found["backward"]["compute"] == pytest.approx(2.0625 + 0.25 * later)
     assert np.isclose(found["forward"]["predicted"], found["forward"]["compute"])
 
 
