@@ -9,13 +9,19 @@ one a device; a rank that is lost, fails or lags ends its job within --deadline,
 rank, step and peer; what was left goes on in a new job. Without a GPU, ranks are processes on the CPU over gloo.
 """
 
+import collections
+import dataclasses
 import datetime
 import importlib
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,141 +32,179 @@ from bench import environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
 from workload.ranks import RankFailure
-from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
+
+LOST_JOBS = 2  # at a scheme, after which its other cases are not tried
 
 
 def define() -> None:
     """Defines the flags."""
-    flags.DEFINE_list("stack", ["all"], f"Stacks: all, or some of {', '.join(STACKS)}.")
-    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
-    flags.DEFINE_list("masks", ["full", "causal", "full_document", "causal_document"],
-                      f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-    flags.DEFINE_list("worlds", ["2"], "Numbers of ranks.")
-    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
-    flags.DEFINE_list("seqlens", ["16K"], "Lengths of the whole sequence in tokens: 8192, 8K, 1M.")
-    flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
-                         lower_bound=0)
-    flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
-    flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
-    flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
-    flags.DEFINE_integer("head_groups", 1, "Of PyTorch's ulysses and all_gather: groups of heads that travel while "
-                         "others compute; whatever has none runs without.", lower_bound=1)
-    flags.DEFINE_enum("travel", "float32", ["float32", "own"], "dtype of gradient sums in flight; own: the problem's.")
-    flags.DEFINE_string("kernel", "", "Local kernel, by default that of the stack and the device.")
-    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
-    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
-    flags.DEFINE_integer("kv_heads", 8, "Key and value heads.", lower_bound=1)
-    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of q, k, v.")
-    flags.DEFINE_string("documents", "auto", "Data set of document lengths.")
-    options.define_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
-    flags.DEFINE_string("check_len", "2K", "Tokens of the problem that is held to the reference; 0 for the row's own.")
-    flags.DEFINE_bool("inside", False, "PyTorch: also time each step's local work alone, predict the job from it and "
-                      "the links, and trace how much of the communication is hidden.")
-    flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")
+    options.define_measuring("out/context_parallel.jsonl", deadline=120.0)
+    options.define_problems(("full", "causal", "full_document", "causal_document"), seqlens=("16K",))
+    cp.define(worlds=("2",))
     flags.DEFINE_integer("samples", 15, "Iterations a pass.", lower_bound=1)
-    options.define_float("seconds", 1.0, "Seconds after which a pass takes no further iteration.", lower_bound=0.001)
-    options.define_float("deadline", 120.0, "Seconds a rank may wait for another, and a row may take.", lower_bound=1)
+    flags.DEFINE_list("head_groups", ["1"], "Groups of heads that travel while others compute; numbers above 1 for the "
+                      f"schemes that have them ({', '.join(cp.GROUPED)}).")
+    flags.DEFINE_enum("travel", "float32", ["float32", "own"], "dtype of gradient sums in flight; own: the problem's.")
+    flags.DEFINE_string("check_len", "2K", "Tokens of the problem that is held to the reference; 0 for the row's own.")
+    flags.DEFINE_bool("time", True, "Time the cases; else they are only checked.")
+    flags.DEFINE_string("checked", "", "A record file: its good rows stand for the check of cases of another length.")
+    flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")
+    flags.DEFINE_bool("inside", False, "PyTorch: also time each step's local work alone and predict the job from it "
+                      "and the links.")
+    flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal; the traces go beside --out.")
+    flags.DEFINE_bool("ahead", False, "Let a stack compile while another is timed: on a GPU host with idle cores.")
+    options.define_float("budget", 0.0, "No row is begun this many seconds after the start; 0: no limit.",
+                         lower_bound=0)
     flags.DEFINE_integer("hosts", 1, "Hosts of the job; each runs this command.", lower_bound=1)
     flags.DEFINE_integer("host", 0, "Which host this is.", lower_bound=0)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of host 0, where --hosts > 1.")
-    flags.DEFINE_string("out", "out/context_parallel.jsonl", "Record file: one JSON line a row.")
-    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
 
 def cases_of(values: flags.FlagValues) -> list[cp.Case]:
     """The rows that the flags ask for. ValueError names the flag."""
     settings = differing(documents=values.documents, long_share=values.long_share)
     travel = "float32" if values.travel == "float32" else values.dtype
+    lengths, worlds, groups = (
+        options.numbers(name, getattr(values, name)) for name in ("seqlens", "worlds", "head_groups"))
+    masks = options.choose("masks", values.masks, ALL_BUILDERS)
     out = []
     for stack in options.choose("stack", values.stack, STACKS):
-        for length in (options.tokens(n) for n in values.seqlens):
-            for mask in options.choose("masks", values.masks, ALL_BUILDERS):
-                spec = ProblemSpec(mask, length, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim,
-                                   values.dtype, values.seed, settings)
-                for world in (options.tokens(w) for w in values.worlds):
-                    for scheme in options.choose("schemes", values.schemes, SCHEMES):
-                        grid = scheme in ("usp", "loongtrain")
-                        for kind in options.choose("sharding", values.sharding, KINDS):
-                            out.append(cp.Case(
-                                stack, scheme, spec, world, kind, values.ulysses if grid else 0,
-                                values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel,
-                                travel, values.head_groups if (stack, scheme) in cp.GROUPED else 1,
-                                granule=values.granule))
+        for length, mask, world in itertools.product(lengths, masks, worlds):
+            spec = ProblemSpec(mask, length, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim,
+                               values.dtype, values.seed, settings)
+            for case in cp.cases_of(values, stack, spec, world):
+                out += [dataclasses.replace(case, travel=travel, head_groups=n)
+                        for n in groups if n == 1 or case.scheme in cp.GROUPED]
     return out
 
 
 def request_of(values: flags.FlagValues) -> dict[str, Any]:
-    """What every job of the run is told besides its cases."""
-    check_len = 0 if values.check_len == "0" else options.tokens(values.check_len)
+    """What every job of the run is told besides its cases; see `context_parallel_worker.Request`."""
+    check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
+    pairs = [text.split(":") for text in values.trace]
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] not in SCHEMES or pair[1] not in ALL_BUILDERS:
+            raise ValueError(f"--trace: {':'.join(pair)!r} is no scheme:mask")
+    if values.checked and not Path(values.checked).exists():
+        raise ValueError(f"--checked: there is no file {values.checked}")
     return {
         "protocol": {"samples": values.samples, "least": min(3, values.samples), "seconds": values.seconds},
-        "check_len": check_len, "deadline": values.deadline, "links": [options.tokens(n) for n in values.links],
-        "inside": values.inside,
+        "check_len": check_len, "timed": values.time, "checked": values.checked, "deadline": values.deadline,
+        "links": options.numbers("links", values.links), "inside": values.inside, "trace": pairs,
     }
 
 
 class Jobs:
-    """Runs cases as jobs of one stack and world; a job that fails costs the row it was at."""
+    """Runs cases as jobs of one stack and world; a job that fails costs the row it was at.
+
+    Attributes:
+      out: the record file; request: what every job is told; deadline: seconds a row may take.
+      hosts, host, coordinator: see `launch.spawn`.
+      ahead: whether a stack builds while the one before it is measured.
+      budget: seconds after which no row is begun.
+    """
 
     def __init__(self, out: Path, request: dict[str, Any], deadline: float, hosts: int = 1, host: int = 0,
-                 coordinator: str | None = None):
+                 coordinator: str | None = None, ahead: bool = False, budget: float = math.inf):
         self.out, self.request, self.deadline = out, request, deadline
         self.hosts, self.host, self.coordinator = hosts, host, coordinator
+        self.ahead, self.until = ahead, time.time() + budget
+        self._lost: collections.Counter = collections.Counter()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Every case whose row the file lacks."""
-        by_job: dict[tuple[str, int], list[cp.Case]] = {}
+        by_stack: dict[str, list[cp.Case]] = {}
         for case in cases:
-            by_job.setdefault((case.stack, case.world), []).append(case)
-        for (stack, world), members in by_job.items():
-            while left := [c for c in members if c.key not in self._done()]:
-                self._job(stack, world, left)
-                if self.host:  # rows are written on host 0 alone
-                    break
+            by_stack.setdefault(case.stack, []).append(case)
+        with tempfile.TemporaryDirectory(prefix="jobs-") as folder, ThreadPoolExecutor(len(by_stack)) as threads:
+            turns = [Path(folder) / str(n) for n in range(len(by_stack) + 1)]
+            running: list[Future] = []
+            for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
+                running.append(threads.submit(self._stack, members, mine if running else None, following))
+                if not self.ahead:
+                    running[-1].result()
+            for each in running:
+                each.result()
+
+    def _stack(self, cases: Sequence[cp.Case], turn: Path | None, following: Path) -> None:
+        """All jobs of one stack, which measure nothing before `turn` is there; then it is the `following` one's."""
+        by_world: dict[int, list[cp.Case]] = {}
+        for case in cases:
+            by_world.setdefault(case.world, []).append(case)
+        try:
+            for world, members in by_world.items():
+                while (left := self._left(members)) and time.time() < self.until:
+                    self._job(world, left, turn)
+                    if self.host:  # rows are written on host 0 alone
+                        break
+        finally:
+            following.touch()
+
+    def _left(self, cases: Sequence[cp.Case]) -> list[cp.Case]:
+        """Cases without a row; those of a scheme at which too many jobs were lost get one here."""
+        left = []
+        for case in cases:
+            if case.key in self._done():
+                continue
+            if self._lost[case.stack, case.scheme] >= LOST_JOBS:
+                self._write_failure(case, "error", f"not run: {LOST_JOBS} jobs were lost at {case.scheme}")
+            else:
+                left.append(case)
+        return left
 
     def _done(self) -> set[str]:
         return {row["key"] for row in records.read(self.out)}
 
-    def _job(self, stack: str, world: int, left: Sequence[cp.Case]) -> None:
+    def _job(self, world: int, left: Sequence[cp.Case], turn: Path | None) -> None:
         if world % self.hosts:
             raise ValueError(f"--hosts: {self.hosts} does not divide the world {world}")
+        stack, before = left[0].stack, self._done()
         launch = _launcher(stack)
-        before = self._done()
+        request = self.request | {"cases": [c.record() for c in left], "after": str(turn or "")}
+        seconds = self.deadline * (1 + len(left))
+        if self.until < math.inf:
+            request["until"] = self.until
+            seconds = min(seconds, self.until - time.time() + 2 * self.deadline)
         with tempfile.TemporaryDirectory(prefix="cases-") as folder:
-            request = Path(folder) / "cases.json"
-            request.write_text(json.dumps(self.request | {"cases": [c.record() for c in left]}))
-            command = [sys.executable, "-m", f"bench.context_parallel_{stack}_worker", str(request), str(self.out)]
+            path = Path(folder) / "cases.json"
+            path.write_text(json.dumps(request))
+            command = [sys.executable, "-m", f"bench.context_parallel_{stack}_worker", str(path), str(self.out)]
             try:
                 said = launch.spawn(
-                    command, world // self.hosts, deadline_s=self.deadline * (1 + len(left)), hosts=self.hosts,
+                    command, world // self.hosts, deadline_s=seconds, hosts=self.hosts,
                     host=self.host, coordinator=self.coordinator, environ=os.environ | ENVIRONMENT[stack])
                 print(said[0], end="", flush=True)
             except RankFailure as failure:
                 self._blame(left, failure)
                 return
-        if self.host == 0 and self._done() == before:
+        if self.host == 0 and self._done() == before and time.time() < self.until:
             raise RuntimeError(f"a job of {stack} on {world} ranks wrote no row")
 
     def _blame(self, left: Sequence[cp.Case], failure: RankFailure) -> None:
         """The row of the case that the job was at."""
         done = self._done()
-        case = next(c for c in left if c.key not in done)
+        case = next((c for c in left if c.key not in done), None)
+        if case is None:  # every row is there: what failed was the end of the job
+            print(f"{left[0].stack}: {failure}", file=sys.stderr, flush=True)
+            return
+        self._lost[case.stack, case.scheme] += 1
         text = str(failure)
         status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
-            "timeout" if "deadline" in text or "furthest behind" in text else "error"
+            "timeout" if any(w in text for w in ("deadline", "furthest behind", "Timeout (")) else "error"
+        self._write_failure(case, status, " | ".join(text.splitlines())[:1500])
+
+    def _write_failure(self, case: cp.Case, status: str, reason: str) -> None:
         row: dict[str, Any] = {
-            "key": case.key, "kind": "context_parallel", "case": case.record(), "status": status,
-            "reason": " | ".join(text.splitlines())[:1500], "environment": environment.machine(),
+            "key": case.key, "kind": "context_parallel", "case": case.record(), "status": status, "reason": reason,
+            "environment": environment.machine(),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         if self.host == 0:
             with records.Writer(self.out) as writer:
                 writer.write(row)
-        print(f"{case.key}: {status}: {row['reason'][:300]}", flush=True)
+        print(f"{case.key}: {status}: {reason[:300]}", flush=True)
 
 
 def _launcher(stack: str):
@@ -178,7 +222,8 @@ def main(argv):
         if records.read(out) and not values.resume:
             raise ValueError(f"--out: {out} holds rows; give --resume to go on, or another file")
         out.parent.mkdir(parents=True, exist_ok=True)
-        Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator).run(cases)
+        Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
+             values.budget or math.inf).run(cases)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -1,16 +1,20 @@
 """A case of the context-parallel bench: one scheme on one attention problem over some ranks; its key names it all."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from absl import flags
+
 from bench.cases import STACKS, ProblemSpec
+from bench.options import choose
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule, make_schedule
 from workload.sharding import KINDS, shardings
 from workload.signature import Signature
 from workload.topology import SCHEMES, Topology, make_topology
 
-GROUPED = (("torch", "ulysses"), ("torch", "all_gather"))  # what can travel and compute by groups of heads
+GROUPED = ("ulysses", "all_gather")  # schemes whose heads can travel and compute by groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Case:
       ranks_per_node: of the topology.
       kernel: the local kernel, "" for the stack's default.
       travel: dtype of gradient sums in flight.
-      head_groups: heads that travel while others compute, of the PyTorch stack's ulysses and all_gather; 1 for none.
+      head_groups: groups of heads that travel while others compute, of `GROUPED` schemes; 1 for none.
       granule: tokens that a sharding keeps together; 0 for a uniform dynamic mask's block, else 1.
 
     Raises ValueError naming the field that is wrong.
@@ -52,8 +56,8 @@ class Case:
         for name in ("world", "head_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} < 1")
-        if self.head_groups > 1 and (self.stack, self.scheme) not in GROUPED:
-            raise ValueError(f"head_groups: {self.head_groups} with {self.scheme} of {self.stack}, which has none")
+        if self.head_groups > 1 and self.scheme not in GROUPED:
+            raise ValueError(f"head_groups: {self.head_groups} with {self.scheme}, which has none")
 
     @property
     def key(self) -> str:
@@ -64,6 +68,11 @@ class Case:
         extra += f"/groups{self.head_groups}" if self.head_groups > 1 else ""
         extra += f"/granule{self.granule}" if self.granule else ""
         return f"{self.stack}/{self.scheme}{grid}/w{self.world}/{self.sharding}{extra}/{self.spec.label}"
+
+    @property
+    def any_length(self) -> str:
+        """The key of this case and of all that differ from it in length alone."""
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, seq_len=1)).key
 
     @property
     def topology(self) -> Topology:
@@ -82,6 +91,30 @@ class Case:
         """The case as it stands in a row."""
         fields = dataclasses.asdict(self)
         return fields | {"spec": fields["spec"] | {"settings": dict(self.spec.settings)}}
+
+
+def define(worlds: Sequence[str]) -> None:
+    """Defines the flags of schemes, shared by the binaries that have them."""
+    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
+    flags.DEFINE_list("worlds", list(worlds), "Numbers of ranks.")
+    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
+    flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
+                         lower_bound=0)
+    flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.", lower_bound=0)
+    flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.", lower_bound=0)
+    flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
+    flags.DEFINE_string("kernel", "", "Local kernel, by default that of the stack and the device.")
+
+
+def cases_of(values: flags.FlagValues, stack: str, spec: ProblemSpec, world: int) -> list[Case]:
+    """A problem under the schemes and shardings of the flags. ValueError names the flag."""
+    found = []
+    for scheme in choose("schemes", values.schemes, SCHEMES):
+        ulysses = values.ulysses if scheme in ("usp", "loongtrain") else 0
+        window = values.window if scheme == "loongtrain" else 0
+        found += [Case(stack, scheme, spec, world, kind, ulysses, window, values.ranks_per_node, values.kernel,
+                       granule=values.granule) for kind in choose("sharding", values.sharding, KINDS)]
+    return found
 
 
 def from_record(fields: dict[str, Any]) -> Case:

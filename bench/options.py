@@ -22,14 +22,14 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def tokens(text: str) -> int:
-    """A length in tokens: 8192, 8K or 1M (binary units). ValueError names what is none.
+    """A number of tokens: 8192, 8K or 1M (binary units). ValueError names what is none.
 
     >>> tokens("8K"), tokens("100")
     (8192, 100)
     """
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     if not found or not int(found[1]):
-        raise ValueError(f"{text!r} is no length in tokens (8192, 8K, 1M)")
+        raise ValueError(f"{text!r} is no positive number (8192, 8K, 1M)")
     return int(found[1]) * UNITS[found[2].lower()]
 
 
@@ -57,19 +57,10 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
            out: str = "out/dense.jsonl") -> None:
     """Defines the shared flags; a binary calls this once, before `app.run`."""
     define_run(out)
+    define_problems(masks, seqlens)
     flags.DEFINE_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")
-    flags.DEFINE_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-    flags.DEFINE_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
-    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
-    flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1)
-    flags.DEFINE_string(
-        "documents", "auto",
-        "Where document lengths come from: auto (Pile to 8K, ProLong-64K to 64K, ProLong-512K above), pile, "
-        "prolong64k, prolong512k, or lengths that sum to the one sequence length, as 3000+1000+96.")
     flags.DEFINE_integer("packs", 1, "Packs of documents and draws of mask parameters: seeds --seed and on.",
                          lower_bound=1)
-    define_float("long_share", 0.0, "Share of tokens in documents of 8K to 30K tokens (the paper mixes 0.6).",
-                       lower_bound=0, upper_bound=1)
     define_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
                        upper_bound=1)
     flags.DEFINE_integer("window", 1024, "Window of the sliding masks in tokens, inclusive.", lower_bound=0)
@@ -78,28 +69,48 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     define_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
 
 
-def define_run(out: str) -> None:
+def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None:
+    """Defines the flags of masks, lengths and heads; without --seqlens where there are none."""
+    flags.DEFINE_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    if seqlens is not None:
+        flags.DEFINE_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
+    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
+    flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1)
+    flags.DEFINE_string(
+        "documents", "auto",
+        "Where document lengths come from: auto (Pile to 8K, ProLong-64K to 64K, ProLong-512K above), pile, "
+        "prolong64k, prolong512k, or lengths that sum to the one sequence length, as 3000+1000+96.")
+    define_float("long_share", 0.0, "Share of tokens in documents of 8K to 30K tokens (the paper mixes 0.6).",
+                       lower_bound=0, upper_bound=1)
+
+
+def define_run(out: str, deadline: float = 180.0) -> None:
     """Defines the flags that every binary of kernels has: stacks, sizes, passes, and how a run goes."""
+    define_measuring(out, deadline)
+    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    define_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
+    flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
+
+
+def define_measuring(out: str, deadline: float) -> None:
+    """Defines the flags of every binary that writes rows about tensors: stacks, sizes, time, the record file."""
     flags.DEFINE_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
     flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
     flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
-    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
     flags.DEFINE_string("out", out, "Record file: one JSON line a row.")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
-    define_float("deadline", 180.0, "Seconds a row may take, compilation included.", lower_bound=1)
-    define_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
-    flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
+    define_float("deadline", deadline, "Seconds a row may take, compilation included.", lower_bound=1)
     define_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
 
 
-def lengths(values: flags.FlagValues) -> list[int]:
-    """The sequence lengths of --seqlens. ValueError names the flag."""
+def numbers(label: str, texts: Sequence[str]) -> list[int]:
+    """The numbers of a list flag, read as `tokens` reads one. ValueError names the flag."""
     try:
-        return [tokens(text) for text in values.seqlens]
+        return [tokens(text) for text in texts]
     except ValueError as problem:
-        raise ValueError(f"--seqlens: {problem}") from problem
+        raise ValueError(f"--{label}: {problem}") from problem
 
 
 def cases(values: flags.FlagValues) -> list[Case]:
@@ -108,7 +119,7 @@ def cases(values: flags.FlagValues) -> list[Case]:
     kernels = choose("kernels", values.kernels, ALL_KERNELS)
     masks = choose("masks", values.masks, ALL_BUILDERS)
     passes = choose("passes", values.passes, PASSES)
-    seqlens = lengths(values)
+    seqlens = numbers("seqlens", values.seqlens)
     if values.q_heads % values.kv_heads:
         raise ValueError(f"--kv_heads: {values.kv_heads} does not divide --q_heads {values.q_heads}")
     if not values.document_cap:

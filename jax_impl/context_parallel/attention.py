@@ -66,10 +66,7 @@ def shard(x, plan: Plan, side: str = "q"):
 
 def unshard(x, plan: Plan, side: str = "q"):
     """The inverse of `shard`: [batch, world * length, ...] to [batch, total, ...], on every device."""
-    at, total = _positions(plan, side), _total(plan, side)
-    whole = NamedSharding(plan.program.mesh, PartitionSpec())
-    back = jax.jit(functools.partial(_unshard, total=total), out_shardings=whole)
-    return back(x, at)
+    return _unsharding(_total(plan, side), plan.program.mesh)(x, _positions(plan, side))
 
 
 def positions(plan: Plan, side: str = "q") -> jax.Array:
@@ -95,9 +92,13 @@ def token_mean(values, plan: Plan, side: str = "q") -> jax.Array:
     return total / (held.sum() * float(len(values)))
 
 
-def _unshard(x, at, total: int):
-    out = jnp.zeros((x.shape[0], total, *x.shape[2:]), x.dtype)
-    return out.at[:, jnp.where(at < 0, total, at)].set(x, mode="drop")
+@functools.cache  # a function made anew for each call would be compiled anew
+def _unsharding(total: int, mesh: Mesh):
+    def unsharded(x, at):
+        out = jnp.zeros((x.shape[0], total, *x.shape[2:]), x.dtype)
+        return out.at[:, jnp.where(at < 0, total, at)].set(x, mode="drop")
+
+    return jax.jit(unsharded, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _positions(plan: Plan, side: str):

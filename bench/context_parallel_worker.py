@@ -1,0 +1,487 @@
+"""What the ranks of the context-parallel bench do, whatever the stack: check, count and time the cases of a request.
+
+    python -m torch_impl.launch --ranks 2 -- python -m bench.context_parallel_torch_worker REQUEST.json ROWS.jsonl
+    python -m jax_impl.launch --ranks 2 -- python -m bench.context_parallel_jax_worker REQUEST.json ROWS.jsonl
+
+Every rank (process) runs every case: the bytes handed to collectives against the schedule's, a check against the
+reference, each pass timed on all ranks at once. An iteration's slowest rank counts. Rank 0 appends the rows. How a
+stack does these things is its `Job`, in the module of its name. A row that takes longer than the deadline ends the
+process, with what every thread was doing on stderr: a collective that hangs never returns by itself.
+"""
+
+import abc
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment, records, trace
+from bench.cases import ProblemSpec
+from bench.context_parallel_cases import Case, from_record, operand_bytes, plan_of_schedule
+from bench.link_model import Links, predict
+from bench.timing import Protocol
+from bench.worker_main import failure_of
+from parity.compare import errors, over_budget
+from parity.inputs import InputSpec, make_inputs
+from parity.reference import Reference, reference_of, sample_of
+from workload.problem import PASSES, AttentionProblem
+from workload.schedule import Schedule
+
+SIDES = {"q": "q", "k": "kv", "v": "kv", "out": "q", "dout": "q", "dq": "q", "dk": "kv", "dv": "kv"}
+RESULTS = ("out", "dq", "dk", "dv")
+LINK_KINDS = {  # what leaves a rank of `world`, for an operand of one byte
+    "permute": lambda world: 1.0,
+    "all_to_all": lambda world: (world - 1) / world,
+    "all_gather": lambda world: world - 1,
+    "reduce_scatter": lambda world: (world - 1) / world,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a job is told.
+
+    Attributes:
+      cases: records of the cases, in order.
+      protocol: how long a pass is timed.
+      check_len: tokens of the check, 0 for the case's own length.
+      timed: whether rows are timed, or only checked.
+      checked: a record file whose good rows stand for the check of cases that differ from theirs in length alone.
+      links: operand bytes at which links are measured, none for not.
+      inside: whether each step's local work is also timed alone, and the job predicted from it and the links.
+      trace: (scheme, mask) pairs of the cases of which a call is traced.
+      deadline: seconds a row may take.
+      after: a file that must be there before anything runs on a device, "" for none; building goes on meanwhile.
+      until: `time.time()` after which no row is begun.
+    """
+
+    cases: Sequence[dict[str, Any]]
+    protocol: dict[str, Any] = dataclasses.field(default_factory=dict)
+    check_len: int = 0
+    timed: bool = True
+    checked: str = ""
+    links: Sequence[int] = ()
+    inside: bool = False
+    trace: Sequence[Sequence[str]] = ()
+    deadline: float = 60.0
+    after: str = ""
+    until: float = float("inf")
+
+    def traces(self, case: Case) -> bool:
+        """Whether a case is to be traced."""
+        return [case.scheme, case.spec.mask] in [list(pair) for pair in self.trace]
+
+
+class Agreed(RuntimeError):
+    """A failure that all ranks know of: a status and its reason."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class Ready(abc.ABC):
+    """A case on this rank, its tensors placed and its passes to be called.
+
+    Attributes:
+      kernel: the local kernel's name.
+      calls: by pass, what runs it; `begin` comes first.
+    """
+
+    kernel: str
+    calls: dict[str, Callable[[], Any]]
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Runs the forward pass, whose results the backward pass reads."""
+
+    @abc.abstractmethod
+    def results(self) -> dict[str, Any]:
+        """out, dq, dk, dv of this rank's tokens, finished."""
+
+    @abc.abstractmethod
+    def same(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
+        """Whether two `results` are equal bit for bit."""
+
+    @abc.abstractmethod
+    def whole(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Results of all tokens in token order; all ranks call it."""
+
+    @abc.abstractmethod
+    def moved(self, which: str) -> dict[str, int]:
+        """Bytes that this rank hands to collectives in a pass, by kind; all ranks call it."""
+
+    @abc.abstractmethod
+    def peak(self) -> int:
+        """Most bytes of device memory that the two passes hold; all ranks call it."""
+
+    @abc.abstractmethod
+    def traced(self, which: str) -> dict[str, Any]:
+        """A Chrome trace of one call; all ranks call it."""
+
+    @abc.abstractmethod
+    def steps(self, which: str, protocol: Protocol) -> list[float]:
+        """Seconds of this rank's local work at each step, alone, joining it to the steps before included."""
+
+    groups = 1  # of heads that travel and compute in turn
+
+
+class Job(abc.ABC):
+    """One process's part of a job of a stack.
+
+    Attributes:
+      request: what it is told.
+      stack: the bench's view of the stack; progress: where this process says what it does.
+      rank, world: where it stands.
+      timer: what a sample is, in words.
+      links: what links cost, once measured.
+    """
+
+    stack: Any
+    rank: int
+    world: int
+    progress: Any
+    timer: str
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.links: Links | None = None
+        self.singles: dict[tuple, float | None] = {}
+
+    @abc.abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value (JSON), by rank."""
+
+    @abc.abstractmethod
+    def build(self, cases: Sequence[tuple[Case, int]]) -> None:
+        """Makes what these cases at these lengths (0 for their own) need, as far as that runs nothing on a device."""
+
+    @abc.abstractmethod
+    def ready(self, case: Case, schedule: Schedule, arrays: dict[str, np.ndarray] | None = None) -> Ready | None:
+        """The case on the given q, k, v, dout (whole, as stored), or on random ones; None on a rank outside its world.
+
+        All ranks call it; it fails on all or sends nothing.
+        """
+
+    @abc.abstractmethod
+    def sampler(self, call: Callable[[], Any] | None) -> tuple[Callable[[], float], float]:
+        """(sample, what one takes): sample() is this rank's seconds of one call that all ranks begin together."""
+
+    @abc.abstractmethod
+    def single(self, spec: ProblemSpec, kernel: str, which: str) -> float | None:
+        """Seconds of a kernel on a whole problem on this device alone; None where it does not fit there."""
+
+    @abc.abstractmethod
+    def default_kernel(self, problem: AttentionProblem) -> str:
+        """The local kernel of a case that names none."""
+
+    @abc.abstractmethod
+    def link_calls(self, size: int) -> tuple[dict[str, Callable[[], Any]], int]:
+        """A call of each of `LINK_KINDS` among all ranks, and the bytes of its operand, about `size`."""
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """work() on every rank; where one fails all raise, naming it, so that none enters what others will not."""
+        failure, result = None, None
+        try:
+            result = work()
+        except Exception as error:
+            traceback.print_exc()
+            failure = {"status": error.status, "reason": str(error)} if isinstance(error, Agreed) else failure_of(error)
+        for rank, found in enumerate(self.gather(failure)):
+            if found is not None:
+                raise Agreed(found["status"], f"rank {rank}: {found['reason']}")
+        return result
+
+    def samples(self, call: Callable[[], Any] | None, protocol: Protocol) -> list[list[float]]:
+        """Seconds of each iteration by rank, of the ranks that have a call; all take equally many."""
+        sample, estimate = self.agreed(lambda: self.sampler(call))
+        count = int(protocol.seconds / max(*self.gather(estimate), 1e-9))
+        count = max(protocol.least, min(protocol.samples, count))
+        mine = self.agreed(lambda: [sample() for _ in range(count)])
+        return [samples for samples in self.gather(mine if call is not None else None) if samples is not None]
+
+
+# ---- a row ---------------------------------------------------------------------------------------
+
+
+def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The row of a case, equal on all ranks."""
+    row: dict[str, Any] = {
+        "key": case.key, "kind": "context_parallel", "case": case.record(), "status": "ok", "reason": "",
+        "environment": environment.machine() | job.stack.environment() | {"processes": len(job.gather(0))},
+    }
+    try:
+        if case.world > job.world:
+            raise Agreed("unsupported", f"world {case.world}: the job has {job.world} ranks")
+        problem = problem_of(case.spec)
+        began = time.perf_counter()
+        schedule = job.agreed(lambda: case.schedule(problem))
+        row["schedule_seconds"] = time.perf_counter() - began
+        row |= {"flops": {which: problem.flops(which) for which in PASSES}, "area": problem.mask.area,
+                "schedule": plan_of_schedule(schedule)}
+        if case.any_length in checked:
+            row |= checked[case.any_length]
+        else:
+            row |= check(job, case)
+        wrong = row.pop("wrong", [])
+        if wrong:
+            return row | {"status": "mismatch", "reason": "; ".join(wrong)}
+        if job.request.timed:
+            row |= clock(job, case, schedule)
+        if not all(row["bytes_match"].values()):
+            reason = f"bytes handed to collectives are not the schedule's: {row['moved']}"
+            row |= {"status": "mismatch", "reason": reason}
+        return row
+    except Agreed as failure:
+        return row | {"status": failure.status, "reason": failure.reason}
+
+
+@functools.lru_cache(maxsize=64)
+def problem_of(spec) -> AttentionProblem:
+    """The problem, made once."""
+    return spec.problem()
+
+
+def check(job: Job, case: Case) -> dict[str, Any]:
+    """Bytes, and errors of the ranks' joined results against the reference, judged by rank 0; "wrong" is empty if all
+    is well.
+    """
+    spec = at_length(case, job.request.check_len).spec
+    problem = problem_of(spec)
+    schedule = case.schedule(problem)
+    ready = job.agreed(lambda: job.ready(case, schedule, make_inputs(problem, InputSpec(spec.seed))))
+
+    def work():
+        if ready is None:
+            return {}
+        ready.begin()
+        return ready.results()
+
+    results, again = job.agreed(work), job.agreed(work)
+    same = job.agreed(lambda: ready is None or ready.same(results, again))
+    whole = job.agreed(lambda: {} if ready is None else ready.whole(results))
+
+    def judge():
+        if job.rank:
+            return {}
+        reference, sample = _reference(spec), sample_of(problem)
+        got = {name: job.stack.take(sample.take(name, x, problem.group)) for name, x in whole.items()}
+        measured = errors(got, reference.results)
+        budget = {name: reference.budget[name] for name in measured}
+        return {"errors": measured, "budget": budget, "oracle": reference.oracle, "check_len": problem.kv_len,
+                "wrong": over_budget(measured, budget)}
+
+    found = job.gather(job.agreed(judge))[0]
+    return found | {"bit_identical": all(job.gather(same))} | count(job, ready, schedule)
+
+
+def at_length(case: Case, length: int) -> Case:
+    """The case at another length; 0 for its own."""
+    return case if not length else dataclasses.replace(case, spec=dataclasses.replace(case.spec, seq_len=length))
+
+
+@functools.lru_cache(maxsize=16)
+def _reference(spec) -> Reference:
+    return reference_of(problem_of(spec), InputSpec(spec.seed))
+
+
+def count(job: Job, ready: Ready | None, schedule: Schedule) -> dict[str, Any]:
+    """Whether each pass hands the schedule's bytes to collectives, and what it hands over."""
+    found: dict[str, Any] = {"bytes_match": {}, "moved": {}}
+    for which in PASSES:
+        moved = job.agreed(lambda which=which: None if ready is None else ready.moved(which))
+        expected = operand_bytes(schedule.signature, which)
+        by_rank = job.gather(moved)
+        found["bytes_match"][which] = all(m in (None, expected) for m in by_rank)
+        found["moved"][which] = by_rank[0]
+    return found
+
+
+def clock(job: Job, case: Case, schedule: Schedule) -> dict[str, Any]:
+    """Seconds of each pass by the slowest rank of each iteration, efficiency, bytes, peak memory."""
+    problem, protocol = schedule.problem, Protocol(**job.request.protocol)
+    ready = job.agreed(lambda: job.ready(case, schedule))
+    job.agreed(lambda: None if ready is None else ready.begin())
+    found: dict[str, Any] = {"timer": job.timer, "cache": "as it is", "seconds": {}, "skew": {}, "rate": {},
+                             "efficiency": {}, "single_seconds": {}} | count(job, ready, schedule)
+    for which in PASSES:
+        by_rank = job.samples(None if ready is None else ready.calls[which], protocol)
+        slowest = [max(x) for x in zip(*by_rank, strict=True)]
+        middle = statistics.median(slowest)
+        found["seconds"][which] = {"samples": slowest, "median": middle, "min": min(slowest), "max": max(slowest)}
+        found["skew"][which] = None if len(by_rank) == 1 < case.world else \
+            statistics.median([(max(x) - min(x)) / max(x) for x in zip(*by_rank, strict=True)])
+        found["rate"][which] = problem.flops(which) / case.world / middle
+        single = _single(job, case, problem, which)
+        found["single_seconds"][which] = single
+        found["efficiency"][which] = single / (case.world * middle) if single else None
+        if job.request.inside:
+            found.setdefault("inside", {})[which] = look_inside(job, ready, schedule, which)
+    found["kernel"] = None if ready is None else ready.kernel
+    found["peak_bytes"] = max(job.gather(job.agreed(lambda: 0 if ready is None else ready.peak())))
+    found["rate_of"] = "per rank, exact area over the slowest rank's seconds"
+    if job.request.traces(case):
+        found |= look_at_traces(job, case, ready)
+    return found
+
+
+def _single(job: Job, case: Case, problem: AttentionProblem, which: str) -> float | None:
+    """Seconds of the same kernel on the whole problem on one device; None where it does not fit there."""
+    kernel = case.kernel or job.default_kernel(problem)
+    key = case.spec.label, kernel, which
+    if key not in job.singles:
+        mine = job.agreed(lambda: None if job.rank else job.single(case.spec, kernel, which))
+        job.singles[key] = job.gather(mine)[0]
+    return job.singles[key]
+
+
+def look_inside(job: Job, ready: Ready | None, schedule: Schedule, which: str) -> dict[str, Any]:
+    """Each step's local work alone, and the job that these and the measured links predict; equal on all ranks."""
+    short = Protocol(samples=5, least=3, seconds=0.05)
+    steps = job.agreed(lambda: None if ready is None else ready.steps(which, short))
+    by_rank = [s for s in job.gather(steps) if s is not None]
+    slowest = [max(s) for s in zip(*by_rank, strict=True)]
+    found: dict[str, Any] = {"step_seconds": by_rank}
+    if job.links is not None:
+        guess = predict(schedule.signature, which, slowest, job.links, 1 if ready is None else ready.groups)
+        found |= {"links": dataclasses.asdict(job.links), "predicted": guess.total, "compute": guess.compute}
+    return found
+
+
+def look_at_traces(job: Job, case: Case, ready: Ready | None) -> dict[str, Any]:
+    """What a trace of a call shows of each rank's links and work; the traces themselves lie beside the rows."""
+    found: dict[str, Any] = {"trace": {}}
+    try:
+        for which in PASSES:
+            seen = job.agreed(lambda which=which: None if ready is None else ready.traced(which))
+            if seen is not None:
+                trace.write(seen, trace.path_of(out_folder(), f"{case.key}/{which}/rank{job.rank}"))
+            told = None if seen is None else trace.overlap(seen)
+            found["trace"][which] = [x for x in job.gather(told) if x is not None]
+    except Agreed as failure:
+        return {"trace_failure": failure.reason}  # the times stand without it
+    return found
+
+
+def out_folder() -> Path:
+    """Where traces go: beside the record file that the command line names."""
+    return Path(sys.argv[2]).parent / "traces"
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def measure_links(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
+    """Wire bytes a second that leave a rank, of each collective at each operand size, by the slowest rank."""
+    protocol = dataclasses.replace(Protocol(**job.request.protocol), seconds=0.05)
+    found: dict[str, list[dict]] = {}
+    for size in sizes:
+        calls, operand = job.agreed(lambda size=size: job.link_calls(size))
+        for kind, share in LINK_KINDS.items():
+            slowest = [max(s) for s in zip(*job.samples(calls[kind], protocol), strict=True)]
+            seconds, wire = statistics.median(slowest), operand * share(job.world)
+            found.setdefault(kind, []).append({"operand_bytes": operand, "wire_bytes": int(wire), "seconds": seconds,
+                                               "bandwidth": wire / seconds if seconds else None})
+    return found
+
+
+def links_of(found: dict[str, Any]) -> Links:
+    """Latency and bandwidth of one level from measured hops: the smallest message's time, the largest one's rate."""
+    hops = sorted(found["permute"], key=lambda x: x["operand_bytes"])
+    latency, bandwidth = hops[0]["seconds"], hops[-1]["bandwidth"]
+    return Links(latency, bandwidth, latency, bandwidth)
+
+
+def links_row(job: Job) -> dict[str, Any]:
+    """The row of the job's links."""
+    row = {"key": f"links/{job.stack.name}/w{job.world}", "kind": "links", "status": "ok", "reason": "",
+           "case": {"stack": job.stack.name, "world": job.world},
+           "environment": environment.machine() | job.stack.environment()}
+    try:
+        return row | {"links": measure_links(job, job.request.links)}
+    except Agreed as failure:
+        return row | {"status": failure.status, "reason": failure.reason}
+
+
+# ---- a job ---------------------------------------------------------------------------------------
+
+
+def run(job: Job, out: str) -> None:
+    """All cases of the job's request whose rows the file lacks, once it is this job's turn."""
+    request = job.request
+    before = {row["key"]: row for row in records.read(out)}
+    cases = [c for c in map(from_record, request.cases) if c.key not in before]
+    checked = checks_of(request.checked)
+    lengths = [(c, request.check_len) for c in cases if c.any_length not in checked]
+    job.build([*lengths, *((c, 0) for c in cases if request.timed)])
+    _wait_for(request.after)
+    links_key = f"links/{job.stack.name}/w{job.world}"
+    if request.links:
+        _begin(job, links_key)
+        row = before.get(links_key)
+        if row is None:
+            row = links_row(job)
+            _write(job, out, row)
+        job.links = links_of(row["links"]) if row["status"] == "ok" else None
+    for case in cases:
+        if max(job.gather(time.time())) > request.until:
+            break
+        _begin(job, f"case {case.key}")
+        _write(job, out, measure_case(job, case, checked))
+        job.stack.release()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def checks_of(path: str) -> dict[str, dict[str, Any]]:
+    """What the good rows of a file say of their check, by `Case.any_length`."""
+    names = ("errors", "budget", "bit_identical", "oracle", "check_len", "bytes_match", "moved")
+    rows = [] if not path else records.read(path)
+    return {from_record(row["case"]).any_length: {name: row[name] for name in names}
+            for row in rows if row["kind"] == "context_parallel" and row["status"] == "ok"}
+
+
+def _wait_for(path: str) -> None:
+    while path and not os.path.exists(path):
+        time.sleep(0.02)
+
+
+def _begin(job: Job, step: str) -> None:
+    job.progress.at(step)
+    faulthandler.dump_traceback_later(job.request.deadline, exit=True)
+
+
+def _write(job: Job, out: str, row: dict[str, Any]) -> None:
+    if job.rank == 0:
+        with records.Writer(out) as writer:
+            writer.write(row)
+        print(line(row), flush=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in one line of text."""
+    if row["status"] != "ok":
+        return f"{row['key']}: {row['status']}: {row['reason'][:300]}"
+    if row["kind"] == "links":
+        best = {kind: max(x["bandwidth"] or 0 for x in sizes) for kind, sizes in row["links"].items()}
+        return f"{row['key']}: " + ", ".join(f"{kind} {b / 1e9:.1f} GB/s" for kind, b in best.items())
+    parts = [f"error {max(e / row['budget'][n] for n, e in row['errors'].items()):.2f} of budget"]
+    for which in PASSES if "seconds" in row else ():
+        e = row["efficiency"][which]
+        parts.append(f"{which} {row['seconds'][which]['median'] * 1e3:.3f} ms {row['rate'][which] / 1e12:.4g} TFLOP/s"
+                     + (f" E {e:.3f}" if e else ""))
+    return f"{row['key']}: " + ", ".join(parts)
+
+
+def read_request(path: str) -> Request:
+    """The request of a file."""
+    return Request(**json.loads(Path(path).read_text()))
