@@ -30,8 +30,8 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
 
     Args:
       place: from `detect`.
-      backend: "gpu" (the local_rank-th GPU of the host) or "cpu" (one device a process, gloo collectives); by default
-        "gpu" where JAX can see one.
+      backend: "gpu" (the local_rank-th GPU of the host) or "cpu" (one device a process, gloo collectives, for which a
+        host's own name must resolve to an address that the other hosts reach); by default "gpu" where JAX can see one.
       timeout_s: longest wait for the others at the start, and after which a silent process counts as lost.
     """
     backend = backend or ("gpu" if _sees_gpu() else "cpu")

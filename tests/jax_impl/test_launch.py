@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from jax_impl.launch import RankFailure, main, spawn
+from tests.two_hosts import run_on_both, two_hosts
 
 WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
 
@@ -13,6 +14,16 @@ WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
                                     pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_two_processes_attend(scheme):
     said = [s.splitlines()[-1].split() for s in spawn([*WORKER, scheme], 2, deadline_s=80)]  # gloo talks before
+    assert [s[:2] for s in said] == [["0", "2"], ["1", "2"]]
+    for _, _, *errors in said:
+        assert len(errors) == 3 and all(float(e) < 1e-6 for e in errors)
+
+
+def test_two_hosts_attend(tmp_path):
+    """One launcher a host: ranks on both attend as one job, each to the right values."""
+    command = [sys.executable, "-m", "jax_impl.launch", "--ranks=1", "--hosts=2", "HOST", "--deadline=80", "--"]
+    with two_hosts(tmp_path) as hosts:
+        said = [s.splitlines()[-1].split() for s in run_on_both(hosts, [*command, *WORKER, "ring"], 100)]
     assert [s[:2] for s in said] == [["0", "2"], ["1", "2"]]
     for _, _, *errors in said:
         assert len(errors) == 3 and all(float(e) < 1e-6 for e in errors)

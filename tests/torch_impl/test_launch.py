@@ -1,12 +1,10 @@
 """Ranks over gloo: jobs that end well, lose a rank or wait for one, and a job on two hosts."""
 
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests.two_hosts import run_on_both, two_hosts
 from torch_impl.launch import RankFailure, spawn
 
 WORKER = [sys.executable, "-m", "tests.torch_impl.gloo_worker"]
@@ -35,53 +33,8 @@ def test_rank_that_lags_is_named_by_the_one_that_waits():
     assert caught.value.steps[0] == "step 'rotate 0', peer 1"
 
 
-# ---- two hosts -----------------------------------------------------------------------------------
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces joined by a pair of interfaces, as two hosts: [(prefix of a command, address)]."""
-    if not shutil.which("ip") or os.geteuid() != 0:
-        pytest.skip("network namespaces need `ip` and root")
-    tag = f"{os.getpid() % 10000}"
-    names = [f"host{n}t{tag}" for n in range(2)]
-    try:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-            _ip("link", "add", f"v0t{tag}", "type", "veth", "peer", "name", f"v1t{tag}")
-            for n, name in enumerate(names):
-                _ip("link", "set", f"v{n}t{tag}", "netns", name)
-                _ip("-n", name, "addr", "add", f"10.213.7.{n + 1}/24", "dev", f"v{n}t{tag}")
-                _ip("-n", name, "link", "set", f"v{n}t{tag}", "up")
-                _ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces: {error.stderr.decode().strip()}")
-        yield [(["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=v{n}t{tag}"], f"10.213.7.{n + 1}")
-               for n, name in enumerate(names)]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
-
-
-def test_two_hosts_make_one_ring(two_hosts):
+def test_two_hosts_make_one_ring(tmp_path):
     """One launcher a host: every rank hands its value along the ring."""
-    coordinator = f"{two_hosts[0][1]}:29511"
-    launchers = [
-        subprocess.Popen(
-            [*prefix, sys.executable, "-m", "torch_impl.launch", "--ranks", "1", "--hosts", "2", "--host", str(n),
-             "--coordinator", coordinator, "--deadline", "60", "--", *WORKER, "well", "3"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for n, (prefix, _) in enumerate(two_hosts)
-    ]
-    try:
-        answers = [process.communicate(timeout=90) for process in launchers]
-    finally:
-        for process in launchers:
-            process.kill()
-    assert [said for said, _ in answers] == ["0 of 2: 1\n", "1 of 2: 0\n"], answers
+    command = [sys.executable, "-m", "torch_impl.launch", "--ranks=1", "--hosts=2", "HOST", "--deadline=60", "--"]
+    with two_hosts(tmp_path) as hosts:
+        assert run_on_both(hosts, [*command, *WORKER, "well", "3"], 90) == ["0 of 2: 1\n", "1 of 2: 0\n"]
