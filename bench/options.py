@@ -125,7 +125,7 @@ def cases(values: flags.FlagValues) -> list[Case]:
     if not values.document_cap:
         raise ValueError("--document_cap: 0 leaves no document")
     settings = differing(
-        documents=_documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
+        documents=documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
         window=values.window, block=values.block, sparse_block=values.sparse_block, density=values.density)
     specs = [
         ProblemSpec(mask, n, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim, values.dtype, seed,
@@ -139,7 +139,8 @@ def cases(values: flags.FlagValues) -> list[Case]:
     ]
 
 
-def _documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
+def documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
+    """What --documents says: a data set, or lengths that sum to each of `seqlens`. ValueError names the flag."""
     if not text or not text[0].isdigit():
         return text  # `SuiteSettings` names a data set that there is not
     try:
@@ -148,7 +149,7 @@ def _documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
         raise ValueError(f"--documents: {text!r} is neither a data set nor lengths as 3000+1000") from problem
     for n in seqlens:
         if sum(lengths) != n:
-            raise ValueError(f"--documents: {text} sums to {sum(lengths)}, --seqlens has {n}")
+            raise ValueError(f"--documents: {text} sums to {sum(lengths)}, the sequence has {n}")
     return lengths
 
 

@@ -13,6 +13,7 @@ first (--check), and of what is timed, some rows and keys.
 import dataclasses
 import datetime
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,7 @@ from workload.capability import DYNAMIC_MASKS
 from workload.errors import Unsupported
 from workload.problem import PASSES
 from workload.schedule import Schedule
-from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
-from workload.topology import SCHEMES
 
 TASKS = "bench.replay_task"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
@@ -73,37 +72,19 @@ class Settings:
 
 def define() -> None:
     """Defines the flags."""
-    flags.DEFINE_list("stack", ["all"], f"Stacks: all, or some of {', '.join(STACKS)}.")
-    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
-    flags.DEFINE_list("masks", ["full", "causal", "full_document", "causal_document"],
-                      f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-    flags.DEFINE_list("worlds", ["8", "64"], "Numbers of ranks.")
-    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
+    options.define_measuring("out/replay.jsonl", deadline=300.0)
+    options.define_problems(("full", "causal", "full_document", "causal_document"), seqlens=None)
+    cp.define(worlds=("8", "64"))
+    flags.FLAGS.set_default("seconds", 0.1)
     flags.DEFINE_string("tokens_per_rank", "8K", "Tokens a rank.")
-    flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
+    flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest and others nearly as busy; 0 for all.",
                          lower_bound=0)
-    flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.")
-    flags.DEFINE_integer("window", 0, "Inner ring of loongtrain; 0 for the default.")
-    flags.DEFINE_integer("ranks_per_node", 8, "Ranks of a node.", lower_bound=1)
-    flags.DEFINE_string("kernel", "", "Local kernel; by default naive on a CPU, flashmask or flashinfer on a GPU.")
-    flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
-    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
-    flags.DEFINE_integer("kv_heads", 8, "Key and value heads.", lower_bound=1)
-    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of q, k, v.")
-    flags.DEFINE_string("documents", "auto", "Data set of document lengths.")
-    options.define_float("long_share", 0.0, "Share of tokens in long documents.", lower_bound=0, upper_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of documents and inputs.", lower_bound=0)
-    flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest first; 0 for all.", lower_bound=0)
-    options.define_float("seconds", 0.1, "Seconds a local problem is timed.", lower_bound=0.001)
     options.define_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
-    flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time.", lower_bound=1)
+    flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time, beside the one that is "
+                         "timed: on a GPU host with idle cores.", lower_bound=1)
     options.define_float("estimate_rate", 0.0, "Measure nothing: count visited tiles, at this rate in FLOP/s (6e14).",
-                       lower_bound=0)
+                         lower_bound=0)
     flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
-    options.define_float("deadline", 300.0, "Seconds a group of rows may take.", lower_bound=1)
-    flags.DEFINE_string("out", "out/replay.jsonl", "Record file: one JSON line a row.")
-    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
     for name, value in dataclasses.asdict(Links()).items():
         unit = "seconds" if name.endswith("latency") else "bytes/s"
         options.define_float(f"link_{name}", value, f"{name.replace('_', ' ')}, {unit} a rank.")
@@ -111,21 +92,19 @@ def define() -> None:
 
 def cases_of(values: flags.FlagValues) -> list[cp.Case]:
     """The rows that the flags ask for. ValueError names the flag."""
-    per_rank = options.tokens(values.tokens_per_rank)
-    settings = differing(documents=values.documents, long_share=values.long_share)
+    [per_rank] = options.numbers("tokens_per_rank", [values.tokens_per_rank])
+    worlds = options.numbers("worlds", values.worlds)
+    documents = options.documents(values.documents, [per_rank * world for world in worlds])
+    settings = differing(documents=documents, long_share=values.long_share)
+    masks = options.choose("masks", values.masks, ALL_BUILDERS)
     out = []
     for stack in options.choose("stack", values.stack, STACKS):
-        for mask in options.choose("masks", values.masks, ALL_BUILDERS):
-            for world in (options.tokens(w) for w in values.worlds):
-                spec = ProblemSpec(mask, per_rank * world, 0, values.batch, values.q_heads, values.kv_heads,
-                                   values.head_dim, values.dtype, values.seed, settings)
-                for scheme in options.choose("schemes", values.schemes, SCHEMES):
-                    grid = scheme in ("usp", "loongtrain")
-                    for kind in options.choose("sharding", values.sharding, KINDS):
-                        out.append(cp.Case(
-                            stack, scheme, spec, world, kind, values.ulysses if grid else 0,
-                            values.window if scheme == "loongtrain" else 0, values.ranks_per_node, values.kernel,
-                            granule=values.granule))
+        if values.kernel:
+            options.choose("kernel", [values.kernel], options.KERNELS[stack])
+        for mask, world in itertools.product(masks, worlds):
+            spec = ProblemSpec(mask, per_rank * world, 0, values.batch, values.q_heads, values.kv_heads,
+                               values.head_dim, values.dtype, values.seed, settings)
+            out += cp.cases_of(values, stack, spec, world)
     return out
 
 
@@ -191,7 +170,8 @@ def one_device(case: cp.Case, limit: float) -> cp.Case:
 
 @functools.cache
 def _within(spec: ProblemSpec, limit: float) -> ProblemSpec:
-    while spec.problem().flops("backward") > limit and spec.seq_len > 1024:
+    given = isinstance(dict(spec.settings).get("documents"), tuple)  # lengths of this sequence alone
+    while spec.problem().flops("backward") > limit and spec.seq_len > 1024 and not given:
         spec = dataclasses.replace(spec, seq_len=spec.seq_len // 2)
     return spec
 

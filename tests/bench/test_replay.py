@@ -1,6 +1,8 @@
 """A replay computes the whole problem, and says what its local work costs."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -127,3 +129,10 @@ def test_an_estimate_needs_no_device_and_counts_tiles(tmp_path):
     assert whole["backward"] == pytest.approx(2.5 * whole["forward"])
     for key in (("all_gather", 2), ("ulysses", 2)):
         assert rows[key]["efficiency"]["compute"]["both"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("flag", ["--worlds=0", "--tokens_per_rank=8Q", "--documents=1+2", "--kernel=fa9"])
+def test_bad_flags_are_named(tmp_path, flag):
+    command = [sys.executable, "-m", "bench.replay", "--estimate_rate=1e12", f"--out={tmp_path}/rows.jsonl", flag]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and flag.partition("=")[0] in done.stderr and "Traceback" not in done.stderr
