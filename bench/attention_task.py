@@ -45,6 +45,11 @@ def environment(stack: str) -> dict[str, Any]:
     return stack_of(stack).environment()
 
 
+def devices() -> int:
+    """Devices that JAX sees."""
+    return importlib.import_module("jax").device_count()
+
+
 def refuse(case: dict[str, Any]) -> str | None:
     """Why the kernel cannot run the case here, None where it can."""
     chosen = cases.from_record(case)

@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, stack: str, memory: int | None = None, environ: Mapping[str, str] | None = None):
         self.stack = stack
         self.memory = memory
-        self.environ = environ or {}
+        self.environ = dict(environ or {})
         self.starts = 0
         self._process: subprocess.Popen | None = None
         self._ask = self._answer = -1

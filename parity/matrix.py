@@ -29,6 +29,10 @@ SHAPES = {
     "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128),
     "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
     "long": Shape(8192, 8192, 1, 64, 8, 128, "bfloat16", 1024, 1024, 128, True),
+    "ranks": Shape(203, 147, 2, 6, 3, 16, "bfloat16", 37, 24, 16),
+    "ranks_long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True),
 }
+RANK_SHAPES = ("ranks", "ranks_long")  # of schemes: on a CPU, on GPUs; the others are of kernels
+KERNEL_SHAPES = tuple(name for name in SHAPES if name not in RANK_SHAPES)
 CPU_SHAPES = ("tiny", "tiny_half")
 GPU_SHAPES = ("ragged", "square", "plain_heads", "float16", "float32", "long")

@@ -190,13 +190,12 @@ def _parity(rows) -> str:
         return ""
     body = []
     for row in found:
-        case, ratio = row["case"], row.get("throughput_ratio")
         css = STATUS_CLASS.get(row["status"], "bad")
         verdict = "pass" if row["status"] == "ok" else row["status"]
         again = row.get("repeat", "")
         body.append([
-            case["kernel"], case["mask"], f"{case['seq_len']:,}", case["pass"], case["dtype"],
-            *(tables.share(row, side) for side in ("jax", "torch", "cross")), f"{ratio:.2f}" if ratio else "",
+            *tables.parity_names(row), *(tables.share(row, side) for side in ("jax", "torch", "cross")),
+            tables.ratio(row),
             f'<td class="{css}" title="{esc(row["reason"])}">{esc(verdict)}</td>',
             f'<td class="text">{esc(row["reason"])}{" &mdash; " + esc(again) if again and css == "bad" else ""}</td>',
         ])
@@ -204,7 +203,7 @@ def _parity(rows) -> str:
     note = (f"<p>{passed} of {len(found)} cells pass. Numbers are the worst result's error over its budget (1 is the "
             "limit), and which result it is; the budget is a small multiple of what a naive run in that dtype loses on "
             "the same data. Both stacks read the same bits.</p>")
-    head = ["kernel", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
+    head = ["kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
             "verdict", "reason"]
     bad = [line for line, row in zip(body, found) if row["status"] not in ("ok", "unsupported")]
     shown = table(head, bad) if bad else ""

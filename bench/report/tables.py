@@ -87,17 +87,28 @@ def parity_table(rows: Sequence[dict], console: Console) -> None:
     found = [row for row in rows if row["kind"] == "parity"]
     if not found:
         return
-    table = Table("kernel", Column("mask", no_wrap=True), "tokens", "pass", "JAX", "PyTorch", "each other",
+    table = Table("kernel or scheme", Column("mask", no_wrap=True), "tokens", "pass", "JAX", "PyTorch", "each other",
                   "JAX / PyTorch", "verdict",
                   title="Parity: worst error as a share of its budget", title_justify="left")
     for row in found:
-        case = row["case"]
-        ratio = row.get("throughput_ratio")
-        table.add_row(
-            case["kernel"], case["mask"], str(case["seq_len"]), case["pass"],
-            *(share(row, side) for side in ("jax", "torch", "cross")),
-            f"{ratio:.2f}" if ratio else "", "pass" if row["status"] == "ok" else row["status"])
+        what, mask, tokens, which, _ = parity_names(row)
+        table.add_row(what, mask, tokens, which, *(share(row, side) for side in ("jax", "torch", "cross")),
+                      ratio(row), "pass" if row["status"] == "ok" else row["status"])
     console.print(table)
+
+
+def parity_names(row: dict) -> tuple[str, str, str, str, str]:
+    """Kernel or scheme and ranks, mask, tokens, pass and dtype of a parity row."""
+    case = row["case"]
+    if "scheme" in case:
+        spec = case["spec"]
+        return f"{case['scheme']}, {case['world']} ranks", spec["mask"], str(spec["seq_len"]), "both", spec["dtype"]
+    return case["kernel"], case["mask"], str(case["seq_len"]), case["pass"], case["dtype"]
+
+
+def ratio(row: dict) -> str:
+    """JAX's throughput over PyTorch's, where a parity row was timed."""
+    return f"{row['throughput_ratio']:.2f}" if row.get("throughput_ratio") else ""
 
 
 def share(row: dict, side: str) -> str:
@@ -153,11 +164,11 @@ def as_markdown(rows: Sequence[dict]) -> str:
         parts.append("### Not run\n\n" + grid(["kernel", "stack", "does not run", "because"], reasons))
     checked = [r for r in rows if r["kind"] == "parity"]
     if checked:
-        body = [[r["case"]["kernel"], r["case"]["mask"], str(r["case"]["seq_len"]), r["case"]["pass"],
-                 *(share(r, side) for side in ("jax", "torch", "cross")),
-                 f"{r['throughput_ratio']:.2f}" if r.get("throughput_ratio") else "", r["status"]] for r in checked]
+        body = [[*parity_names(r)[:4], *(share(r, side) for side in ("jax", "torch", "cross")), ratio(r), r["status"]]
+                for r in checked]
         parts.append("### Parity: worst error as a share of its budget\n\n" + grid(
-            ["kernel", "mask", "tokens", "pass", "JAX", "PyTorch", "each other", "JAX / PyTorch", "verdict"], body))
+            ["kernel or scheme", "mask", "tokens", "pass", "JAX", "PyTorch", "each other", "JAX / PyTorch", "verdict"],
+            body))
     return "\n\n".join(parts) + "\n"
 
 

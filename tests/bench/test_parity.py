@@ -5,8 +5,12 @@ import shlex
 import subprocess
 import sys
 
-from bench import records
-from parity.compare import OF_PASS
+import numpy as np
+from rich.console import Console
+
+from bench import engine, parity_kernels, parity_schemes, records
+from bench.parity_cells import Problems, Rows
+from parity.compare import OF_PASS, RESULTS
 
 
 def parity(out, *more):
@@ -34,21 +38,46 @@ def test_naive_agrees_in_both_stacks_and_a_stopped_run_goes_on(tmp_path):
 
 
 def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monkeypatch, capsys):
-    from absl import flags
-
-    from bench import parity as module
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["test"])
-    monkeypatch.setattr(module, "cross_budget", lambda budget: dict.fromkeys(budget, 1e-12))
-    console = module.Console(soft_wrap=True)
-    cell = module.cells(["sdpa"], ["causal"], ["tiny"], ["forward"], 3)[0]
-    with module.engine.Workers() as workers:
-        row = module.run([cell], tmp_path / "p.jsonl", False, 120.0, console, [workers])[0]
+    monkeypatch.setattr(parity_kernels, "cross_budget", lambda budget: dict.fromkeys(budget, 1e-12))
+    cell = parity_kernels.cells(["sdpa"], ["causal"], ["tiny"], ["forward"], 3)[0]
+    with engine.Workers() as workers, records.Writer(tmp_path / "p.jsonl") as writer:
+        rows = Rows(writer, 1, Console(soft_wrap=True))
+        parity_kernels.run([cell], rows, Problems(tmp_path, 120.0), 120.0, [workers])
+    row = records.read(tmp_path / "p.jsonl")[0]
     assert row["status"] == "mismatch" and "jax to torch out" in row["reason"]
     assert f"again: {row['repeat']}" in capsys.readouterr().out
+    repeats(row, tmp_path)
+
+
+def repeats(row, tmp_path):
+    """The row's command runs just that cell."""
     command = shlex.split(row["repeat"].replace("out/again.jsonl", str(tmp_path / "again.jsonl")))
     done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
     repeated = records.read(tmp_path / "again.jsonl")
     assert done.returncode == 0 and [r["key"] for r in repeated] == [row["key"]], done.stdout + done.stderr
     assert json.dumps(repeated[0]["case"]) == json.dumps(row["case"])
+
+
+def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monkeypatch):
+    """Two ranks a stack: right as they are; a shard of PyTorch's spoilt on its way is that stack's mismatch."""
+    cell = parity_schemes.cells(["ring"], ["shared_question"], [2], ["zigzag"], "ranks", 0)[0]
+    with records.Writer(tmp_path / "p.jsonl") as writer:
+        rows = Rows(writer, 1, Console(soft_wrap=True))
+        with parity_schemes.Run(rows, Problems(tmp_path, 120.0), 120.0, 2, on_gpu=False) as going:
+            good = going.judge(cell)
+            ask = going._gang.ask
+
+            def spoilt(task, deadline, *, folder, **arguments):
+                found = ask(task, deadline, folder=folder, **arguments)
+                with np.load(f"{folder}/results1.npz") as held:
+                    results = dict(held)
+                results["dk"] = np.roll(results["dk"], 1, axis=1)
+                np.savez(f"{folder}/results1.npz", **results)
+                return found
+
+            monkeypatch.setattr(going._gang, "ask", spoilt)
+            bad = going.judge(cell)
+    assert good["status"] == "ok" and set(good["errors"]["torch"]) == set(RESULTS), good["reason"]
+    assert bad["status"] == "mismatch" and "torch dk" in bad["reason"] and "torch dv" not in bad["reason"]
+    assert good["errors"]["jax"] == bad["errors"]["jax"]
+    repeats(good, tmp_path)

@@ -22,6 +22,13 @@ back = checkpoints.restore(path, {"k": sharding(3, 2)})["k"]
 assert len(back.sharding.device_set) == 3 and back.addressable_shards[0].data.shape == (2, 24, 1)
 assert np.array_equal(np.asarray(back), whole)
 assert np.array_equal(checkpoints.raw_buffers(path)["k"], whole)
+shards = checkpoints.raw_shards(path, {"k": 1}, 6)
+assert [np.array_equal(s["k"], whole[:, 4 * n : 4 * n + 4]) for n, s in enumerate(shards)] == [True] * 6
+half = [{"k": np.arange(6, dtype=np.uint16).reshape(2, 1, 3) + 10 * n} for n in range(5)]  # of bfloat16
+checkpoints.save_shards(path + "s", half, {"k": 1})
+back = checkpoints.restore(path + "s", {"k": sharding(1, 1)})["k"]
+assert back.dtype.name == "bfloat16" and back.shape == (2, 5, 3)
+assert np.array_equal(checkpoints.bits(back), np.concatenate([s["k"] for s in half], axis=1))
 """
 
 

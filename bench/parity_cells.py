@@ -1,0 +1,116 @@
+"""What the cells of kernels and of schemes in `bench.parity` have in common: problems made ready, rows written."""
+
+import math
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from bench import engine, records
+from bench.cases import STACKS, Case, ProblemSpec, differing
+from bench.report import tables
+from bench.workers import Failure, Worker
+from parity.matrix import SHAPES
+
+ROUNDS = 3
+
+
+class Cell(Protocol):
+    """A cell of either kind: unique name of its row, and the command that repeats it."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def command(self) -> str: ...
+
+
+def spec_of(mask: str, shape_name: str, seed: int) -> ProblemSpec:
+    """A mask on a shape of the matrix."""
+    shape = SHAPES[shape_name]
+    settings = differing(window=shape.window, block=shape.block, sparse_block=shape.sparse_block, density=0.5)
+    q_len = 0 if shape.q_len == shape.seq_len else shape.q_len
+    return ProblemSpec(mask, shape.seq_len, q_len, shape.batch, shape.q_heads, shape.kv_heads, shape.head_dim,
+                       shape.dtype, seed, settings)
+
+
+class Problems:
+    """The reference and the inputs of each problem as files, made once each by the judge of the job that asks first."""
+
+    def __init__(self, folder: Path, deadline: float):
+        self._folder, self._deadline = folder, deadline
+        self._locks: dict[str, threading.Lock] = {}
+        self._made: dict[str, dict[str, str] | Failure] = {}
+
+    def of(self, spec: ProblemSpec, workers: engine.Workers) -> dict[str, str] | Failure:
+        """{"reference": path, stack: path of the inputs it reads}, or why there are none."""
+        label = spec.label
+        with self._locks.setdefault(label, threading.Lock()):
+            if label not in self._made:
+                self._made[label] = self._make(spec, workers["judge"])
+            return self._made[label]
+
+    def _make(self, spec: ProblemSpec, judge: Worker) -> dict[str, str] | Failure:
+        case = Case("jax", "naive", "forward", spec).record()  # the judge reads its problem alone
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        paths = {"reference": str(folder / "reference.npz"), "jax": str(folder / "inputs"),
+                 "torch": str(folder / "inputs.npz")}
+        found = judge.ask(f"{engine.TASKS}:reference", self._deadline, spec=case, path=paths["reference"])
+        if isinstance(found, Failure):
+            return Failure(found.status, f"the reference: {found.reason}")
+        found = judge.ask(f"{engine.TASKS}:exchange", self._deadline, spec=case, checkpoint=paths["jax"],
+                          buffers=paths["torch"])
+        return Failure(found.status, f"the inputs: {found.reason}") if isinstance(found, Failure) else paths
+
+
+def in_turns(clock: Callable[[str], float | Failure]) -> dict[str, Any]:
+    """What a row tells of both stacks' seconds, told by clock(stack) in turns.
+
+    The ratio is JAX's throughput over PyTorch's: above 1, JAX is faster.
+    """
+    rounds: dict[str, list[float]] = {stack: [] for stack in STACKS}
+    for _ in range(ROUNDS):
+        for stack in STACKS:
+            found = clock(stack)
+            if isinstance(found, Failure):
+                return {"status": found.status, "reason": f"{stack}, timed: {found.reason}"}
+            rounds[stack].append(found)
+    seconds = {stack: statistics.median(values) for stack, values in rounds.items()}
+    return {"seconds": seconds, "rounds": rounds, "throughput_ratio": seconds["torch"] / seconds["jax"]}
+
+
+class Rows:
+    """Where the rows of a run go, from several threads, and how much time is left for more.
+
+    Args:
+      seconds: after which no further cell is begun.
+    """
+
+    def __init__(self, writer: records.Writer, total: int, console: Console, seconds: float = math.inf):
+        self._writer, self._total, self._console = writer, total, console
+        self._until = time.monotonic() + seconds
+        self._done, self._lock = 0, threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self._until
+
+    def write(self, cell: Cell, row: dict[str, Any]) -> None:
+        """Writes and tells a row."""
+        with self._lock:
+            self._writer.write(row)
+            self._done += 1
+            told = "; ".join(f"{side} {tables.share(row, side)}" for side in row.get("errors", {}))
+            if "throughput_ratio" in row:
+                told += f"; JAX / PyTorch {row['throughput_ratio']:.2f}"
+            if row["status"] != "unsupported":
+                text = f"[{self._done}/{self._total}] {cell.key}: {row['status']} {row['reason'] or told}"
+                self._console.print(f"{text} ({row['check_seconds']:.1f} s)", markup=False)
+            if row["status"] not in ("ok", "unsupported"):
+                self._console.print(f"    again: {cell.command}", markup=False)

@@ -1,0 +1,126 @@
+"""What JAX does for a parity cell of a scheme, inside a worker: all ranks are devices of one process.
+
+Its twin is bench/parity_torch_ranks.py. `shard_out` and `gather_in` run in the judge, whose JAX has CPU devices alone.
+"""
+
+import functools
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from bench.attention_task import stack_of
+from bench.context_parallel_cases import Case, from_record
+from jax_impl import context_parallel as cp
+from jax_impl.context_parallel.attention import backward, forward
+from jax_impl.context_parallel.plan import default_kernel
+from parity import checkpoints
+from parity.compare import RESULTS, errors, over_budget
+from parity.inputs import TENSORS
+from parity.reference import Reference, sample_of
+
+TOKENS = {"q": 1, "k": 1, "v": 1, "dout": 1, "out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the axis of tokens
+SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the others: q
+CALLS = 5
+
+
+class _Built:
+    """A cell's plan, its sharded inputs and its compiled passes."""
+
+    def __init__(self, case: Case, inputs: str):
+        self.problem = case.spec.problem()
+        mesh = cp.make_mesh(case.topology)
+        kernel = case.kernel or default_kernel(self.problem.mask, mesh.devices.flat[0].platform)
+        self.plan = cp.plan_of(case.schedule(self.problem, with_lse=True), mesh, kernel)
+        whole = checkpoints.restore(inputs)
+        self.placed = {name: cp.shard(np.asarray(whole[name]), self.plan, SIDE.get(name, "q")) for name in TENSORS}
+        q, k, v, dout = self.placed.values()
+        self.forward = jax.jit(forward).lower(self.plan, q, k, v).compile()
+        result, saved = self.forward(self.plan, q, k, v)
+        self.backward = jax.jit(backward).lower(self.plan, saved, dout).compile()
+        self.results = dict(zip(RESULTS, (*result, *self.backward(self.plan, saved, dout)), strict=True))
+
+    def both(self) -> Any:
+        """Both passes once more."""
+        q, k, v, dout = self.placed.values()
+        _, saved = self.forward(self.plan, q, k, v)
+        return self.backward(self.plan, saved, dout)
+
+
+@functools.lru_cache(maxsize=1)
+def _built(case: Case, inputs: str) -> _Built:
+    return _Built(case, inputs)
+
+
+def _of(case: dict[str, Any], inputs: str) -> _Built:
+    return _built(from_record(case), inputs)
+
+
+def run(case: dict[str, Any], inputs: str, folder: str) -> str:
+    """Shards a checkpoint's inputs over the ranks, saves the shards as a checkpoint, runs both passes.
+
+    Returns: the local kernel's name.
+    """
+    built = _of(case, inputs)
+    checkpoints.save(Path(folder) / "inputs", built.placed)
+    jax.block_until_ready(built.results)
+    return built.plan.program.kernel
+
+
+def judge(case: dict[str, Any], inputs: str, folder: str, reference: str) -> dict[str, Any]:
+    """Restores PyTorch's shards under this stack's mesh and judges both stacks, joined, and their difference.
+
+    Returns: errors by side, budget, oracle, and what is wrong with each side, a line each.
+    """
+    built = _of(case, inputs)
+    plan, spec = built.plan, built.plan.program
+    shardings = {name: NamedSharding(spec.mesh, spec.spec(TOKENS[name])) for name in RESULTS}
+    theirs = checkpoints.restore(Path(folder) / "torch", shardings)
+    judged, sample, group = Reference.load(reference), sample_of(built.problem), built.problem.group
+    take = stack_of("jax").take
+    got = {
+        side: {name: take(sample.take(name, _joined(name, x, plan), group)) for name, x in results.items()}
+        for side, results in (("jax", built.results), ("torch", theirs))
+    }
+    found = {side: errors(results, judged.results) for side, results in got.items()}
+    wrong = [f"{side} {line}" for side, measured in found.items() for line in over_budget(measured, judged.budget)]
+    return {"errors": found | {"cross": errors(got["jax"], got["torch"])}, "budget": judged.budget,
+            "oracle": judged.oracle, "wrong": wrong}
+
+
+def _joined(name: str, x: jax.Array, plan) -> np.ndarray:
+    """A sharded result in token order."""
+    if name == "lse":
+        return np.moveaxis(np.asarray(cp.unshard(x.transpose(0, 2, 1), plan)), 1, 2)
+    return np.asarray(cp.unshard(x, plan, SIDE.get(name, "q")))
+
+
+def clock(case: dict[str, Any], inputs: str) -> float:
+    """Seconds of both passes on all ranks, the median of a few calls."""
+    built, seconds = _of(case, inputs), []
+    jax.block_until_ready(built.both())
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        jax.block_until_ready(built.both())
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def shard_out(folder: str, world: int) -> None:
+    """In the judge: restores the shards that JAX saved by PyTorch's ranks and hands each its raw buffers, a file."""
+    axes = {name: TOKENS[name] for name in TENSORS}
+    for rank, shard in enumerate(checkpoints.raw_shards(Path(folder) / "inputs", axes, world)):
+        np.savez(f"{folder}/inputs{rank}.npz", **shard)  # type: ignore[arg-type]
+
+
+def gather_in(folder: str, world: int) -> None:
+    """In the judge: the results of PyTorch's ranks, a file each, into one sharded checkpoint."""
+    shards = []
+    for rank in range(world):
+        with np.load(f"{folder}/results{rank}.npz") as held:
+            shards.append({name: held[name] for name in RESULTS})
+    checkpoints.save_shards(Path(folder) / "torch", shards, {name: TOKENS[name] for name in RESULTS})

@@ -1,0 +1,157 @@
+"""The cells of kernels in `bench.parity`: a kernel, a mask, a shape and a pass, on one device, in both stacks."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench import engine
+from bench.cases import STACKS, Case, ProblemSpec
+from bench.parity_cells import Problems, Rows, in_turns, spec_of
+from bench.timing import Protocol
+from bench.workers import Failure
+from parity.budgets import cross_budget
+from parity.compare import errors, over_budget
+from parity.matrix import SHAPES
+
+BRIEF = Protocol(samples=5, seconds=0.1, warmups=5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix."""
+
+    kernel: str
+    which: str
+    shape: str
+    spec: ProblemSpec
+
+    @property
+    def key(self) -> str:
+        """Unique name of its row."""
+        return f"parity/{self.kernel}/{self.which}/{self.spec.label}"
+
+    @property
+    def command(self) -> str:
+        """Repeats just this cell."""
+        return (
+            f"python -m bench.parity --kernels={self.kernel} --masks={self.spec.mask} --shapes={self.shape} "
+            f"--passes={self.which} --seed={self.spec.seed} --out=out/again.jsonl"
+        )
+
+    def of(self, stack: str) -> dict[str, Any]:
+        """The case that a stack's worker runs."""
+        return Case(stack, self.kernel, self.which, self.spec).record()
+
+
+def cells(kernels: Iterable[str], masks: Iterable[str], shapes: Iterable[str], which: Iterable[str],
+          seed: int) -> list[Cell]:
+    """The matrix, a kernel's cells on a shape together."""
+    masks, which = tuple(masks), tuple(which)
+    return [
+        Cell(kernel, w, shape, spec_of(mask, shape, seed))
+        for shape in shapes for kernel in kernels for mask in masks for w in which
+    ]
+
+
+def judge(cell: Cell, workers: engine.Workers, problems: Problems, deadline: float) -> dict[str, Any]:
+    """The row of a cell, untimed."""
+    machine = {stack: workers.environment(stack, deadline) for stack in STACKS}
+    case = cell.of("jax") | {"stack": "both", "shape": cell.shape}
+    row = engine.new_row(cell.key, "parity", case, machine["torch"] | machine["jax"])
+    row["repeat"] = cell.command
+    refused = {}
+    for stack in STACKS:
+        reason = workers[stack].ask(f"{engine.TASKS}:refuse", deadline, case=cell.of(stack))
+        if isinstance(reason, Failure):
+            return row | {"status": reason.status, "reason": f"{stack}: {reason.reason}"}
+        refused |= {stack: reason} if reason else {}
+    if refused:
+        return row | {"status": "unsupported", "reason": "; ".join(f"{s}: {r}" for s, r in refused.items())}
+    made = problems.of(cell.spec, workers)
+    if isinstance(made, Failure):
+        return row | {"status": made.status, "reason": made.reason}
+    row |= {"errors": {}, "sources": {}, "prepare_seconds": {}, "compile_seconds": {}}
+    wrong, results = [], {}
+    for stack in STACKS:
+        with tempfile.NamedTemporaryFile(suffix=".npz") as keep:
+            found = workers[stack].ask(f"{engine.TASKS}:check", deadline, case=cell.of(stack),
+                                       reference=made["reference"], keep=keep.name, inputs=made[stack])
+            if isinstance(found, Failure):
+                return row | {"status": found.status, "reason": f"{stack}: {found.reason}"}
+            with np.load(keep.name) as held:
+                results[stack] = {name: held[name] for name in held.files}
+        row["budget"], row["oracle"] = found["budget"], found["oracle"]
+        row["errors"][stack] = found["errors"]
+        row["sources"][stack] = found["source"]
+        for name in ("prepare_seconds", "compile_seconds"):
+            row[name][stack] = found[name]
+        wrong += [f"{stack} {line}" for line in found["wrong"]]
+    row["budget_cross"] = cross_budget(row["budget"])
+    row["errors"]["cross"] = errors(results["jax"], results["torch"])
+    wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
+    return row | {"status": "mismatch", "reason": "; ".join(wrong)} if wrong else row
+
+
+def throughput(cell: Cell, workers: engine.Workers, deadline: float) -> dict[str, Any]:
+    """Both stacks' device time in turns."""
+    def clock(stack: str) -> float | Failure:
+        found = workers[stack].ask(f"{engine.TASKS}:clock", deadline, case=cell.of(stack),
+                                   protocol=dataclasses.asdict(BRIEF), brief=True)
+        return found if isinstance(found, Failure) else found["seconds"]["median"]
+    return in_turns(clock)
+
+
+class Run:
+    """A run of jobs: the cells that are left, by kernel and shape, and where their rows go."""
+
+    def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float):
+        groups: dict[tuple[str, str], list[Cell]] = {}
+        for cell in left:
+            groups.setdefault((cell.shape, cell.kernel), []).append(cell)
+        self._groups = collections.deque(_rotated(group, n) for n, group in enumerate(groups.values()))
+        self._rows, self._problems, self._deadline = rows, problems, deadline
+
+    def job(self, workers: engine.Workers) -> list[tuple[Cell, dict[str, Any]]]:
+        """Checks groups until none is left or the time is up; returns the rows that are good and still to be timed."""
+        workers.start([*STACKS, "judge"], self._deadline)
+        on_gpu, to_time = engine.on_gpu(workers, self._deadline), []
+        while True:
+            try:
+                group = self._groups.popleft()
+            except IndexError:
+                return to_time
+            for cell in group:
+                if self._rows.over:
+                    return to_time
+                began = time.perf_counter()
+                row = judge(cell, workers, self._problems, self._deadline)
+                row["check_seconds"] = time.perf_counter() - began
+                if on_gpu and SHAPES[cell.shape].timed and row["status"] == "ok":
+                    to_time.append((cell, row))
+                else:
+                    self._rows.write(cell, row)
+
+
+def _rotated(group: list[Cell], n: int) -> list[Cell]:
+    """Jobs begin at different masks, so that they do not wait for one another's reference."""
+    at = 2 * n % len(group)
+    return group[at:] + group[:at]
+
+
+def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float,
+        workers: Sequence[engine.Workers]) -> None:
+    """Judges cells, a job for each of `workers`, then times those that are to be timed, one after the other."""
+    if not left:
+        return
+    going = Run(left, rows, problems, deadline)
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
+        to_time = list(threads.map(going.job, workers))
+    for mine, cells_of_job in zip(workers, to_time, strict=True):
+        for cell, row in cells_of_job:
+            rows.write(cell, row | throughput(cell, mine, deadline))

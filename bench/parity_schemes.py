@@ -1,0 +1,178 @@
+"""The cells of schemes in `bench.parity`: a scheme, a mask and a world on real ranks of both stacks.
+
+JAX splits the inputs over its ranks and saves the shards as an Orbax checkpoint; each rank of PyTorch is handed what it
+restores of it and runs on that. The results of PyTorch's ranks become a sharded checkpoint that JAX restores under its
+own mesh, where both are joined and judged. Ranks of JAX are the devices of one process, ranks of PyTorch are processes.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench import context_parallel_cases as cp
+from bench import engine
+from bench.parity_cells import Problems, Rows, in_turns, spec_of
+from bench.workers import Failure, Worker
+from parity.budgets import cross_budget
+from parity.compare import over_budget
+from workload.errors import Unsupported
+
+JAX, TORCH = "bench.parity_jax_ranks", "bench.parity_torch_ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One cell: the case as JAX runs it, and the name of its shape."""
+
+    case: cp.Case
+    shape: str
+
+    @property
+    def key(self) -> str:
+        """Unique name of its row."""
+        return f"parity/{self.case.key.removeprefix('jax/')}"
+
+    @property
+    def command(self) -> str:
+        """Repeats just this cell."""
+        case = self.case
+        return (
+            f"python -m bench.parity --schemes={case.scheme} --masks={case.spec.mask} "
+            f"--worlds={case.world} --sharding={case.sharding} --shapes={self.shape} --seed={case.spec.seed} "
+            "--out=out/again.jsonl"
+        )
+
+    def of(self, stack: str) -> dict[str, Any]:
+        """The case that a stack's ranks run."""
+        return dataclasses.replace(self.case, stack=stack).record()
+
+
+def cells(schemes: Iterable[str], masks: Iterable[str], worlds: Iterable[int], shardings: Iterable[str], shape: str,
+          seed: int) -> list[Cell]:
+    """The matrix, a world's cells together."""
+    schemes, masks, shardings = tuple(schemes), tuple(masks), tuple(shardings)
+    return [
+        Cell(cp.Case("jax", scheme, spec_of(mask, shape, seed), world, sharding), shape)
+        for world in worlds for mask in masks for scheme in schemes for sharding in shardings
+    ]
+
+
+class Gang(contextlib.ExitStack):
+    """The ranks of PyTorch as workers; started when first asked, all anew after one failed."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self._workers = [self.enter_context(Worker("torch")) for _ in range(world)]
+        self._threads = self.enter_context(concurrent.futures.ThreadPoolExecutor(world))
+        self._joined = False
+
+    def ask(self, task: str, deadline: float, **arguments: Any) -> list[Any] | Failure:
+        """Every rank's answer, or the failure of the first rank that has one."""
+        if not self._joined:
+            port = self._workers[0].ask(f"{TORCH}:open_store", deadline, wait=deadline)
+            if isinstance(port, Failure):
+                return port
+            each = [{"rank": rank, "world": len(self._workers)} for rank in range(len(self._workers))]
+            joined = self._each(f"{TORCH}:join", deadline, each, port=port, wait=deadline)
+            if isinstance(joined, Failure):
+                return joined
+            self._joined = True
+        return self._each(f"{TORCH}:{task}", deadline, [{} for _ in self._workers], **arguments)
+
+    def _each(self, task, deadline, each, **arguments):
+        asked = [self._threads.submit(w.ask, task, deadline, **mine, **arguments)
+                 for w, mine in zip(self._workers, each, strict=True)]
+        answers = [a.result() for a in asked]
+        failed = {rank: a for rank, a in enumerate(answers) if isinstance(a, Failure)}
+        if not failed:
+            return answers
+        self._joined = False
+        for worker in self._workers:
+            worker.kill()
+        first = min(failed.values(), key=lambda f: f.status == "timeout")  # a rank that waited for another tells less
+        return Failure(first.status, "; ".join(f"rank {rank}: {f.reason}" for rank, f in failed.items()))
+
+
+class Run:
+    """A run of scheme cells: the workers that it keeps."""
+
+    def __init__(self, rows: Rows, problems: Problems, deadline: float, world: int, on_gpu: bool):
+        self._rows, self._problems, self._deadline, self._on_gpu = rows, problems, deadline, on_gpu
+        self._held = contextlib.ExitStack()
+        self._workers = self._held.enter_context(engine.Workers(environ={"JAX_NUM_CPU_DEVICES": str(world)}))
+        self._gang = self._held.enter_context(Gang(world))
+
+    def __enter__(self):
+        self._workers.start(["jax", "judge"], self._deadline)
+        return self
+
+    def __exit__(self, *_):
+        self._held.close()
+
+    def judge(self, cell: Cell) -> dict[str, Any]:
+        """The row of a cell; on GPUs it is timed."""
+        machine = self._workers.environment("jax", self._deadline)
+        row = engine.new_row(cell.key, "parity", cell.of("jax") | {"stack": "both", "shape": cell.shape}, machine)
+        row["repeat"] = cell.command
+        try:
+            cell.case.schedule()
+        except Unsupported as reason:
+            return row | {"status": "unsupported", "reason": str(reason)}
+        made = self._problems.of(cell.case.spec, self._workers)
+        if isinstance(made, Failure):
+            return row | {"status": made.status, "reason": made.reason}
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            found = self._exchange(cell, made, folder)
+            if isinstance(found, Failure):
+                return row | {"status": found.status, "reason": found.reason}
+            wrong = found.pop("wrong")
+            row |= found | {"budget_cross": cross_budget(found["budget"])}
+            wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
+            if wrong:
+                return row | {"status": "mismatch", "reason": "; ".join(wrong)}
+            return row | self._throughput(cell, made["jax"], folder) if self._on_gpu else row
+
+    def _exchange(self, cell: Cell, made: dict[str, str], folder: str) -> dict[str, Any] | Failure:
+        """Runs both stacks, each on the shards of the other's checkpoint; what JAX says of the results."""
+        jax, judge = self._workers["jax"], self._workers["judge"]
+        ours = {"case": cell.of("jax"), "inputs": made["jax"], "folder": folder}
+        steps = (
+            ("jax", lambda: jax.ask(f"{JAX}:run", self._deadline, **ours)),
+            ("the shards of jax", lambda: judge.ask(f"{JAX}:shard_out", self._deadline, folder=folder,
+                                                    world=cell.case.world)),
+            ("torch", lambda: self._gang.ask("run", self._deadline, case=cell.of("torch"), folder=folder)),
+            ("the shards of torch", lambda: judge.ask(f"{JAX}:gather_in", self._deadline, folder=folder,
+                                                      world=cell.case.world)),
+            ("the results", lambda: jax.ask(f"{JAX}:judge", self._deadline, reference=made["reference"], **ours)),
+        )
+        answers: dict[str, Any] = {}
+        for label, step in steps:
+            answers[label] = found = step()
+            if isinstance(found, Failure):
+                return Failure(found.status, f"{label}: {found.reason}")
+        return answers["the results"] | {"kernels": {"jax": answers["jax"], "torch": answers["torch"][0]}}
+
+    def _throughput(self, cell: Cell, inputs: str, folder: str) -> dict[str, Any]:
+        """Seconds of both passes by the slowest rank, the stacks in turns."""
+        def clock(stack: str) -> float | Failure:
+            if stack == "jax":
+                return self._workers["jax"].ask(f"{JAX}:clock", self._deadline, case=cell.of(stack), inputs=inputs)
+            found = self._gang.ask("clock", self._deadline, case=cell.of(stack), folder=folder)
+            return found if isinstance(found, Failure) else max(found)
+        return in_turns(clock)
+
+
+def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, on_gpu: bool) -> None:
+    """Judges cells, a world after the other."""
+    for world in dict.fromkeys(cell.case.world for cell in left):
+        with Run(rows, problems, deadline, world, on_gpu) as going:
+            for cell in (c for c in left if c.case.world == world):
+                if rows.over:
+                    return
+                began = time.perf_counter()
+                row = going.judge(cell)
+                rows.write(cell, row | {"check_seconds": time.perf_counter() - began})
