@@ -72,7 +72,8 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, deadline: flo
             return row | {"status": reason.status, "reason": f"{stack}: {reason.reason}"}
         refused |= {stack: reason} if reason else {}
     if refused:
-        return row | {"status": "unsupported", "reason": "; ".join(f"{s}: {r}" for s, r in refused.items())}
+        told = "; ".join(f"{stack}: {reason}" for stack, reason in refused.items())
+        return row | {"status": "unsupported", "reason": told, "refused": refused}
     made = problems.of(cell.spec, workers)
     if isinstance(made, Failure):
         return row | {"status": made.status, "reason": made.reason}

@@ -126,8 +126,28 @@ def worst(shares: Iterable[tuple[float, str]]) -> tuple[float, str]:
 
 
 def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:
-    """The (pass, length, shape, dtype) settings that have rows, forward first, short first."""
-    return sorted({e.setting for e in found}, key=lambda s: (s[2], s[3], s[1], s[0] != "forward"))
+    """The (pass, length, shape, dtype) settings that have rows: the richest shape and length first, forward first."""
+    rich: dict[tuple, int] = {}
+    for e in found:
+        for key in ((e.shape, e.dtype), (e.shape, e.dtype, e.seq_len)):
+            rich[key] = rich.get(key, 0) + bool(e.rate)
+    return sorted({e.setting for e in found}, key=lambda s: (
+        -rich[s[2:]], s[2:], -rich[(*s[2:], s[1])], s[1], s[0] != "forward"))
+
+
+def compared(rows: Iterable[Row]) -> list[Entry]:
+    """What parity rows of kernels tell of each stack, as entries without times; failing cells are left out."""
+    out = []
+    for row in rows:
+        if row["kind"] != "parity" or "scheme" in row["case"] or row["status"] not in ("ok", "unsupported"):
+            continue
+        case = row["case"]
+        shape, reasons = shape_of(case), row.get("refused", {})
+        for stack in ("jax", "torch"):
+            if row["status"] == "ok" or stack in reasons:
+                out.append(Entry(stack, case["kernel"], case["mask"], case["pass"], case["seq_len"], shape,
+                                 case["dtype"], row["status"], reasons.get(stack, ""), 1))
+    return out
 
 
 def columns(found: Sequence[Entry]) -> list[str]:

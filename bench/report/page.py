@@ -26,7 +26,8 @@ figure { margin: 0; } figure img { width: 100%; image-rendering: pixelated; bord
 figcaption { font-size: 12px; color: var(--soft); overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; } .tile { background: var(--card); border: 1px
   solid var(--line); border-radius: 8px; padding: .6rem 1rem; } .tile b { display: block; font-size: 1.3rem; }
-details { margin: .8rem 0; } summary { cursor: pointer; }
+.pair { display: flex; flex-wrap: wrap; column-gap: 2.5rem; align-items: flex-start; } .pair > div { min-width: 0;
+  max-width: 100%; } details { margin: .8rem 0; } summary { cursor: pointer; }
 """
 STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note"}
 
@@ -52,7 +53,7 @@ def build(rows: Sequence[dict], sections: Sequence[tuple[str, str, str]] = ()) -
 
     Args:
       rows: records of any kinds, failures among them.
-      sections: further (anchor, title, HTML) put behind the parity table.
+      sections: further (anchor, title, HTML) put behind the capability table.
     """
     found = aggregate.entries(rows)
     parts = [
@@ -60,8 +61,7 @@ def build(rows: Sequence[dict], sections: Sequence[tuple[str, str, str]] = ()) -
         ("rates", "Rates: mask by kernel", _rates(found)),
         ("curves", "Rates over length", _curves(found)),
         ("causes", "Where the time goes", _causes(found)),
-        ("capability", "What runs where, and why not", _capability(found)),
-        ("parity", "Do the stacks agree?", _parity(rows)),
+        ("capability", "What runs where, and why not", _capability([*found, *aggregate.compared(rows)])),
         *sections,
         ("masks", "The masks", _masks()),
         ("machine", "Machine and versions", _machine(rows)),
@@ -94,8 +94,43 @@ def _summary(rows, found) -> str:
         "backward; a kernel that computes hidden cells shows a lower rate. Times are medians; on a GPU device time "
         "with a cold L2 cache, on a CPU wall time.</p>"
     )
-    best = _best(found)
-    return text + f'<div class="tiles">{boxes}</div>' + best
+    return text + f'<div class="tiles">{boxes}</div>' + _findings(rows, found) + _best(found)
+
+
+def _findings(rows: Sequence[dict], found: Sequence[Entry]) -> str:
+    """What a newcomer should see first, from the rows at hand."""
+    told = []
+    compared = [row for row in rows if row["kind"] == "parity" and row["status"] != "unsupported"]
+    if compared:
+        good = sum(row["status"] == "ok" for row in compared)
+        told.append(f'<a href="#parity">The stacks agree</a> in {good} of {len(compared)} cells that both can run.')
+    unit, name = aggregate.unit_of(found)
+    peak = max((r["peak_flops"] for r in rows if r["kind"] == "ceiling" and r["status"] == "ok"), default=None)
+    for setting in aggregate.settings(found)[:2]:
+        timed = [e for e in found if e.setting == setting and e.rate]
+        tops = [max((e for e in timed if e.stack == s), key=lambda e: e.rate or 0) for s in
+                sorted({e.stack for e in timed})]
+        if tops:
+            told.append(f"{esc(tables.heading(setting))}: fastest are " + ", ".join(
+                f"{esc(e.kernel)} of {e.stack} under {esc(e.mask)} ({tables.number((e.rate or 0) / unit)} {name}"
+                + (f", {(e.rate or 0) / peak:.0%} of the matrix peak)" if peak else ")") for e in tops) + ".")
+        told += _price(timed)
+    lines = "".join(f"<li>{line}</li>" for line in told)
+    return f"<h3>What it says</h3><ul>{lines}</ul>" if told else ""
+
+
+def _price(timed: Sequence[Entry]) -> list[str]:
+    """What documents cost the kernel that is fastest on them."""
+    masked = [e for e in timed if e.mask == "causal_document" and e.rate]
+    if not masked:
+        return []
+    best = max(masked, key=lambda e: e.rate or 0)
+    causal = next((e for e in timed if e.column == best.column and e.mask == "causal"), None)
+    if causal is None or not causal.rate or not best.rate:
+        return []
+    waste = f": 128-tiles hold {best.waste:.2f} &times; the visible cells" if best.waste else ""
+    return [f'<a href="#causes">Documents cost</a> {1 - best.rate / causal.rate:.0%} of the causal rate there '
+            f"({esc(best.column)}){waste}."]
 
 
 def _best(found: Sequence[Entry]) -> str:
@@ -107,13 +142,15 @@ def _best(found: Sequence[Entry]) -> str:
             top = max((e for e in here if e.stack == stack), key=lambda e: e.rate or 0)
             lines.append([f'<td class="text">{esc(tables.heading(setting))}</td>', stack, top.kernel, top.mask,
                           tables.number((top.rate or 0) / unit)])
-    return "<h3>Fastest row of each setting</h3>" + table(["setting", "stack", "kernel", "mask", name], lines) \
-        if lines else ""
+    return "<details><summary>Fastest row of each setting</summary>" \
+        + table(["setting", "stack", "kernel", "mask", name], lines) + "</details>" if lines else ""
 
 
 def _rates(found) -> str:
+    """A table a setting, the passes side by side; of each shape the length with most rows is open, others folded."""
     unit, name = aggregate.unit_of(found)
-    parts = []
+    shapes: dict[tuple, dict[int, list[str]]] = {}
+    sizes: dict[tuple, int] = {}
     for setting in aggregate.settings(found):
         masks, columns, cells = aggregate.pivot(found, setting)
         shown = [c for c in columns if any((m, c) in cells and cells[m, c].status != "unsupported" for m in masks)]
@@ -121,9 +158,20 @@ def _rates(found) -> str:
         if shown:
             body = [[mask, *(_rate_cell(cells.get((mask, c)), unit, top) for c in shown)] for mask in masks]
             head = ["mask", *(c.replace(" ", "|") for c in shown)]
-            parts.append(f"<h3>{esc(tables.heading(setting))}: {name}</h3>" + table(head, body))
+            shape, length = setting[2:], setting[1]
+            text = f"<div><h3>{esc(tables.heading(setting))}: {name}</h3>{table(head, body)}</div>"
+            shapes.setdefault(shape, {}).setdefault(length, []).append(text)
+            sizes[shape, length] = sizes.get((shape, length), 0) + sum(bool(e.rate) for e in cells.values())
     note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
             "supported; ! marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
+    parts = []
+    for shape, by_length in shapes.items():
+        most = max(by_length, key=lambda n: (sizes[shape, n], n))
+        parts.append(f'<div class="pair">{"".join(by_length.pop(most))}</div>')
+        rest = "".join(f'<div class="pair">{"".join(texts)}</div>' for _, texts in sorted(by_length.items()))
+        if rest:
+            lengths = ", ".join(f"{n:,}" for n in sorted(by_length))
+            parts.append(f"<details><summary>{esc(' '.join(shape))}: {lengths} tokens</summary>{rest}</details>")
     return note + "".join(parts) if parts else ""
 
 
@@ -146,22 +194,33 @@ def _curves(found) -> str:
 
 
 def _causes(found) -> str:
-    body = []
-    for e in sorted((e for e in found if e.seconds and e.floor), key=lambda e: (e.setting, e.mask, -(e.rate or 0))):
-        assert e.seconds and e.floor and e.bandwidth
-        body.append([
-            e.column, e.mask, e.which, f"{e.seq_len:,}", f"{e.seconds * 1e3:.3f}", f"{e.floor * 1e3:.4f}", e.bound,
-            f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
-            "" if e.waste is None else f"{e.waste:.2f}", tables.number(e.bandwidth / 1e9),
-            f'<td class="text">{esc(aggregate.cause(e))}</td>',
-        ])
+    """The fastest kernel of each stack under each mask of the first setting; then every row, folded."""
+    known = sorted((e for e in found if e.seconds and e.floor), key=lambda e: (e.setting, e.mask, -(e.rate or 0)))
+    if not known:
+        return ""
     head = ["kernel", "mask", "pass", "tokens", "ms", "floor ms", "floor set by", "x floor", "visible", "tile waste",
             "GB/s", "in words"]
     note = (
         "<p>The <em>floor</em> of a row is the larger of its FLOPs over the measured matrix peak and its fewest bytes "
         "over the measured copy bandwidth: no version runs much faster. <em>Tile waste</em> is what a kernel that "
         "works in 128 &times; 128 tiles computes over what the mask shows.</p>")
-    return note + f"<details><summary>{len(body)} rows</summary>{table(head, body)}</details>" if body else ""
+    first: dict[tuple, Entry] = {}
+    for e in known:
+        if e.setting in aggregate.settings(known)[:2]:
+            first.setdefault((e.setting, e.mask, e.stack), e)
+    every = f"<details><summary>{len(known)} rows</summary>{table(head, [_cause_line(e) for e in known])}</details>"
+    return (f"{note}<h3>The fastest kernel of each stack</h3>{table(head, [_cause_line(e) for e in first.values()])}"
+            f"{every}")
+
+
+def _cause_line(e: Entry) -> list[str]:
+    assert e.seconds and e.floor and e.bandwidth
+    return [
+        e.column, e.mask, e.which, f"{e.seq_len:,}", f"{e.seconds * 1e3:.3f}", f"{e.floor * 1e3:.4f}", e.bound,
+        f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
+        "" if e.waste is None else f"{e.waste:.2f}", tables.number(e.bandwidth / 1e9),
+        f'<td class="text">{esc(aggregate.cause(e))}</td>',
+    ]
 
 
 def _capability(found) -> str:
@@ -180,34 +239,9 @@ def _capability(found) -> str:
     reasons = [[k, s, f'<td class="text">{esc(w)}</td>', f'<td class="text">{esc(r)}</td>']
                for k, s, w, r in tables.unavailable(found)]
     why = "<h3>Why not</h3>" + table(["kernel", "stack", "does not run", "because"], reasons) if reasons else ""
-    return ('<p class="soft">F: forward checked and timed, B: backward.</p>'
+    return ('<p class="soft">F: the forward pass is right here, B: the backward pass; &ndash;: refused, for a reason '
+            'told below.</p>'
             + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why)
-
-
-def _parity(rows) -> str:
-    found = [row for row in rows if row["kind"] == "parity"]
-    if not found:
-        return ""
-    body = []
-    for row in found:
-        css = STATUS_CLASS.get(row["status"], "bad")
-        verdict = "pass" if row["status"] == "ok" else row["status"]
-        again = row.get("repeat", "")
-        body.append([
-            *tables.parity_names(row), *(tables.share(row, side) for side in ("jax", "torch", "cross")),
-            tables.ratio(row),
-            f'<td class="{css}" title="{esc(row["reason"])}">{esc(verdict)}</td>',
-            f'<td class="text">{esc(row["reason"])}{" &mdash; " + esc(again) if again and css == "bad" else ""}</td>',
-        ])
-    passed = sum(row["status"] == "ok" for row in found)
-    note = (f"<p>{passed} of {len(found)} cells pass. Numbers are the worst result's error over its budget (1 is the "
-            "limit), and which result it is; the budget is a small multiple of what a naive run in that dtype loses on "
-            "the same data. Both stacks read the same bits.</p>")
-    head = ["kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
-            "verdict", "reason"]
-    bad = [line for line, row in zip(body, found) if row["status"] not in ("ok", "unsupported")]
-    shown = table(head, bad) if bad else ""
-    return note + shown + f"<details><summary>{len(body)} cells</summary>{table(head, body)}</details>"
 
 
 def _masks() -> str:

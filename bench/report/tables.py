@@ -113,12 +113,20 @@ def ratio(row: dict) -> str:
 
 def share(row: dict, side: str) -> str:
     """The worst error of a side of a parity row over its budget, as text."""
-    errors = row.get("errors", {}).get(side)
-    if not errors:
+    found = shares(row, side)
+    if not found:
         return "–"
-    budget = row["budget_cross"] if side == "cross" else row["budget"]
-    value, name = aggregate.worst((float(e) / budget[n], n) for n, e in errors.items())
+    value, name = aggregate.worst(found)
     return f"{value:.2f} {name}"
+
+
+def shares(row: dict, *sides: str) -> list[tuple[float, str]]:
+    """(error over budget, result) of some sides of a parity row, of all sides where none is named."""
+    return [
+        (float(error) / row["budget_cross" if side == "cross" else "budget"][name], name)
+        for side, errors in row.get("errors", {}).items() if side in sides or not sides
+        for name, error in errors.items()
+    ]
 
 
 CSV_COLUMNS = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.report import aggregate, context_parallel, page, pictures, tables, timeline
+from bench.report import aggregate, context_parallel, page, parity, pictures, tables, timeline
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
@@ -22,6 +22,7 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     timeline.write_traces(rows, folder / "traces")
     target = folder / "report.html"
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
-    target.write_text(page.build(rows, [parallel]))
+    agree = ("parity", "Do the stacks agree?", parity.section(rows))
+    target.write_text(page.build(rows, [agree, parallel]))
     console.print(f"page: {target}")
     return target

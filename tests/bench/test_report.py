@@ -35,7 +35,7 @@ def attention(stack, kernel, mask, seq_len, milliseconds=None, status="ok", reas
 def mixed():
     parity = engine.new_row("parity/x", "parity", attention("jax", "naive", "full", 64)["case"], {})
     passed = {"errors": {s: {"out": 1e-3} for s in ("jax", "torch", "cross")}, "budget": {"out": 2e-3},
-              "budget_cross": {"out": 4e-3}, "throughput_ratio": 1.25}
+              "budget_cross": {"out": 4e-3}, "throughput_ratio": 1.25, "seconds": {"jax": 0.8, "torch": 1.0}}
     ceiling = {"peak_flops": PEAK, "bandwidth": 1e11}
     return [
         engine.new_row("ceiling/jax", "ceiling", {"stack": "jax", "dtype": "bfloat16"}, {}) | ceiling,
@@ -49,7 +49,8 @@ def mixed():
         attention("jax", "sdpa", "full_document", 2048, status="error", reason="the worker died by signal 9"),
         parity | passed,
         parity | {"key": "parity/y", "status": "mismatch", "reason": "jax dq: error 1 > 0", "repeat": "python -m x"},
-        parity | {"key": "parity/z", "status": "unsupported", "reason": "jax: needs a GPU"},
+        parity | {"key": "parity/z", "status": "unsupported", "reason": "jax: needs a GPU",
+                  "refused": {"jax": "needs a GPU"}},
         engine.new_row("odd", "some_new_kind", {"scheme": "ring"}, {}),
     ]
 
@@ -95,12 +96,13 @@ def test_the_page_is_whole_and_self_contained(folder):
     assert "prefers-color-scheme: dark" in text and "@import" not in text and "url(http" not in text
     assert text.count('<img alt="') == len(ALL_BUILDERS)
     for said in ("needs &lt;a&gt; Hopper &amp; co", "no answer within 3 s", "signal 9", "RESOURCE_EXHAUSTED",
-                 "&lt;card &amp; co&gt;", "1 of 3 cells pass", "python -m x", "1.25"):
+                 "&lt;card &amp; co&gt;", "1 of 3 cells pass, 1 are refused", "python -m x", "1.25"):
         assert said in text, said
 
 
 def test_a_browser_opens_the_page(folder):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    names = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:
         pytest.skip("no headless browser here")
     shot = folder / "shot.png"

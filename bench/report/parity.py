@@ -1,0 +1,83 @@
+"""The part of the page on agreement: a matrix of both stacks' cells, the failing ones in full, all of them folded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.report import aggregate, page, tables
+from workload.suite import ALL_BUILDERS
+
+Row = dict[str, Any]
+HEAD = ("kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
+        "verdict", "reason")
+
+
+def rows_of(rows: Sequence[Row]) -> list[Row]:
+    """The parity rows."""
+    return [row for row in rows if row["kind"] == "parity"]
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML; empty where there is no row."""
+    found = rows_of(rows)
+    if not found:
+        return ""
+    ran = [row for row in found if row["status"] != "unsupported"]
+    body = [_line(row) for row in found]
+    bad = [line for line, row in zip(body, found) if row in ran and row["status"] != "ok"]
+    note = (
+        f"<p>{sum(row['status'] == 'ok' for row in ran)} of {len(found)} cells pass, {len(found) - len(ran)} are "
+        "refused by one stack or both. Both stacks read the same bits; each is held to float64 attention, then to the "
+        "other. A cell of the matrix is the worst error of all shapes, passes and results (out, lse, dq, dk, dv) as a "
+        "share of its budget: 1 is the limit. The budget is a small multiple of what a naive run in that dtype loses "
+        "on the same data.</p>")
+    return note + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
+        + f"<details><summary>{len(body)} cells</summary>{page.table(HEAD, body)}</details>"
+
+
+def _line(row: Row) -> list[str]:
+    css = page.STATUS_CLASS.get(row["status"], "bad")
+    verdict = "pass" if row["status"] == "ok" else row["status"]
+    again = f" &mdash; {page.esc(row['repeat'])}" if css == "bad" and row.get("repeat") else ""
+    return [
+        *tables.parity_names(row), *(tables.share(row, side) for side in ("jax", "torch", "cross")), tables.ratio(row),
+        f'<td class="{css}" title="{page.esc(row["reason"])}">{page.esc(verdict)}</td>',
+        f'<td class="text">{page.esc(row["reason"])}{again}</td>',
+    ]
+
+
+def _matrix(found: Sequence[Row]) -> str:
+    """Kernels and schemes by mask."""
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        what, mask, *_ = tables.parity_names(row)
+        cells.setdefault((what, mask), []).append(row)
+    masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask in cells)]
+    body = [[what, *(_cell(cells.get((what, mask), [])) for mask in masks)]
+            for what in dict.fromkeys(what for what, _ in cells)]
+    return page.table(["", *(m.replace("_", "_|") for m in masks)], body)
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if row["status"] != "unsupported"]
+    if not ran:
+        told = "; ".join(dict.fromkeys(row["reason"] for row in rows))
+        return f'<td class="none" title="{page.esc(told)}">{"&ndash;" if rows else ""}</td>'
+    failed = [row for row in ran if row["status"] != "ok"]
+    if failed:
+        told = "; ".join(f"{tables.parity_names(row)[2:]}: {row['reason']}" for row in failed)
+        return f'<td class="bad" title="{page.esc(told)}">{len(failed)} of {len(ran)} fail</td>'
+    share, name = aggregate.worst(x for row in ran for x in tables.shares(row))
+    return f'<td class="good" title="{len(ran)} cells pass; the worst is {name}">{share:.2f}</td>'
+
+
+def _throughput(ran: Sequence[Row]) -> str:
+    """Ratios of the timed rows: kernel by mask and pass."""
+    timed = [row for row in ran if row.get("throughput_ratio")]
+    if not timed:
+        return ""
+    body = [[*tables.parity_names(row), *(f"{row['seconds'][stack] * 1e3:.3f}" for stack in ("jax", "torch")),
+             tables.ratio(row)] for row in timed]
+    note = ("<h3>Throughput, JAX over PyTorch</h3><p class='soft'>Timed in turns on one card; above 1 JAX is faster. "
+            "Under one name stand different programs: ours, or a library's.</p>")
+    head = ["kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX ms", "PyTorch ms", "JAX / PyTorch"]
+    return note + page.table(head, body)
