@@ -19,7 +19,7 @@ class Entry:
     """The packs (seeds) of one case, pooled: total FLOPs over total time.
 
     Attributes:
-      stack, kernel, mask, which, seq_len, shape, dtype: what was run; shape as "1x64:8x128", with settings.
+      stack, kernel, mask, which, seq_len, shape, dtype: what was run; shape as "64:8 heads of 128", with settings.
       status: "ok" where any pack is; else that of the first row. reason: of that row.
       seconds: mean of the medians; spread: the largest; rate: FLOP/s; bandwidth: bytes/s; flops: mean.
       floor: seconds below which no version runs: FLOPs over the matrix peak or bytes over the copy bandwidth.
@@ -68,11 +68,12 @@ class Entry:
 
 
 def shape_of(case: Row) -> str:
-    """batch x heads x head_dim, then rows and settings where they are not the plain ones."""
-    heads = f"{case['q_heads']}:{case['kv_heads']}"
+    """Heads and their size, then batch, rows and settings where they are not the plain ones."""
+    heads = f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"
+    batch = f" batch {case['batch']}" if case["batch"] > 1 else ""
     rows = f" q_len {case['q_len']}" if case.get("q_len") else ""
     extra = "".join(f" {k}={v}" for k, v in case.get("settings", {}).items())
-    return f"{case['batch']}x{heads}x{case['head_dim']}{rows}{extra}"
+    return f"{heads}{batch}{rows}{extra}"
 
 
 def bandwidths(rows: Iterable[Row]) -> float | None:

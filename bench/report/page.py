@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from bench.report import aggregate, pictures, tables
 from bench.report.aggregate import Entry
+from workload.suite import ALL_BUILDERS
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --back: #fff; --card: #f6f8fa; --line: #d1d9e0;
@@ -111,10 +112,12 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry]) -> str:
         tops = [max((e for e in timed if e.stack == s), key=lambda e: e.rate or 0) for s in
                 sorted({e.stack for e in timed})]
         if tops:
-            told.append(f"{esc(tables.heading(setting))}: fastest are " + ", ".join(
+            told.append(f"{esc(tables.heading(setting).capitalize())}: fastest are " + ", ".join(
                 f"{esc(e.kernel)} of {e.stack} under {esc(e.mask)} ({tables.number((e.rate or 0) / unit)} {name}"
                 + (f", {(e.rate or 0) / peak:.0%} of the matrix peak)" if peak else ")") for e in tops) + ".")
-        told += _price(timed)
+        told += _price(timed) if setting[0] == "forward" else []
+    if any(row["kind"] in ("replay", "replay_estimate", "context_parallel") for row in rows):
+        told.append('<a href="#parallel">Why a ring falls behind on documents</a> when a sequence is split over ranks.')
     lines = "".join(f"<li>{line}</li>" for line in told)
     return f"<h3>What it says</h3><ul>{lines}</ul>" if told else ""
 
@@ -195,7 +198,9 @@ def _curves(found) -> str:
 
 def _causes(found) -> str:
     """The fastest kernel of each stack under each mask of the first setting; then every row, folded."""
-    known = sorted((e for e in found if e.seconds and e.floor), key=lambda e: (e.setting, e.mask, -(e.rate or 0)))
+    order, masks = aggregate.settings(found), list(ALL_BUILDERS)
+    known = sorted((e for e in found if e.seconds and e.floor), key=lambda e: (
+        order.index(e.setting), masks.index(e.mask), -(e.rate or 0)))
     if not known:
         return ""
     head = ["kernel", "mask", "pass", "tokens", "ms", "floor ms", "floor set by", "x floor", "visible", "tile waste",
@@ -206,7 +211,7 @@ def _causes(found) -> str:
         "works in 128 &times; 128 tiles computes over what the mask shows.</p>")
     first: dict[tuple, Entry] = {}
     for e in known:
-        if e.setting in aggregate.settings(known)[:2]:
+        if e.setting in order[:2]:
             first.setdefault((e.setting, e.mask, e.stack), e)
     every = f"<details><summary>{len(known)} rows</summary>{table(head, [_cause_line(e) for e in known])}</details>"
     return (f"{note}<h3>The fastest kernel of each stack</h3>{table(head, [_cause_line(e) for e in first.values()])}"
