@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class Options:
       deadline: seconds a row may take, building and compiling included.
       memory: bytes a worker may hold privately, None for no limit.
       protocol: how long to time; timed: False checks only.
+      seconds: after which no further row is begun.
     """
 
     out: Path
@@ -43,6 +46,7 @@ class Options:
     memory: int | None = None
     protocol: Protocol = Protocol()
     timed: bool = True
+    seconds: float = math.inf
 
 
 def open_records(options: Options) -> records.Writer:
@@ -238,10 +242,14 @@ def flag(row: dict[str, Any], seen: dict[tuple, float]) -> dict[str, Any]:
 
 
 def ordered(cases: Iterable[Case]) -> list[Case]:
-    """Full masks first (others are held against them), then by problem, so that a reference serves all its rows."""
+    """Full masks first (others are held against them), then by problem, so that a reference serves all its rows.
+
+    Problems of a length stay in the order in which they come.
+    """
     unique = {case.key: case for case in cases}
+    came = {label: n for n, label in enumerate(dict.fromkeys(case.spec.label for case in unique.values()))}
     return sorted(unique.values(), key=lambda c: (
-        c.spec.seq_len, c.spec.mask != "full", c.spec.label, c.kernel, c.which != "forward", c.stack))
+        c.spec.seq_len, c.spec.mask != "full", came[c.spec.label], c.kernel, c.which != "forward", c.stack))
 
 
 class Session(contextlib.ExitStack):
@@ -285,12 +293,15 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
     Raises ValueError where the file holds rows and `options.resume` is false.
     """
     console = console or Console(highlight=False, soft_wrap=True)
-    todo = ordered(cases)
+    todo, until = ordered(cases), time.monotonic() + options.seconds
     with Session(options) as session:
         left = [case for case in todo if case.key not in session.writer.keys]
         console.print(f"{len(todo)} rows, {len(todo) - len(left)} of them done; records: {options.out}")
         session.start(left)
         for number, case in enumerate(left, 1):
+            if time.monotonic() > until:
+                console.print(f"the time is up: {len(left) - number + 1} rows are left")
+                break
             row = session.measure(case)
             if row["status"] != "unsupported":
                 console.print(f"[{number}/{len(left)}] {line(row)}", markup=False)

@@ -3,7 +3,8 @@
     make bench
 
 On a CPU it takes short lengths in float32 and stays under four minutes on two cores; where both stacks find a GPU it
-takes 8K tokens of 64:8 heads in bfloat16. The record file of an earlier quick run is replaced.
+takes 8K tokens of 64:8 heads in bfloat16, mask by mask until --seconds are over. The record file of an earlier quick
+run is replaced.
 """
 
 import sys
@@ -50,6 +51,7 @@ def define() -> None:
     """Defines the flags."""
     flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
     options.define_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
+    options.define_float("seconds", 240.0, "No further row is begun after this.", lower_bound=0)
 
 
 def main(argv):
@@ -57,13 +59,15 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     with engine.Workers() as workers:
+        workers.start(STACKS, values.deadline)
         gpu = engine.on_gpu(workers, values.deadline)
     folder = Path(values.folder)
     out = folder / "records.jsonl"
     out.unlink(missing_ok=True)
     protocol = Protocol(samples=15, seconds=0.3) if gpu else Protocol(samples=7, seconds=0.1, warmups=4)
     console = Console(highlight=False, soft_wrap=True)
-    rows = engine.run(quick_cases(gpu), Options(out, deadline=values.deadline, protocol=protocol), console)
+    how = Options(out, deadline=values.deadline, protocol=protocol, seconds=values.seconds)
+    rows = engine.run(quick_cases(gpu), how, console)
     write_report(rows, folder, console)
     bad = [row for row in rows if row["status"] not in ("ok", "unsupported")]
     for row in bad:

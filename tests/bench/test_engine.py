@@ -47,6 +47,24 @@ def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
     assert rows[: len(kept)] == kept and {row["status"] for row in rows} == {"ok"}
 
 
+def test_no_row_is_begun_after_the_time_is_up(tmp_path, monkeypatch, capsys):
+    class Slow(engine.Session):
+        def start(self, cases):
+            pass
+
+        def measure(self, case):
+            time.sleep(0.3)
+            row = engine.new_row(case.key, "attention", case.record(), {})
+            self.writer.write(row)
+            return row
+
+    monkeypatch.setattr(engine, "Session", Slow)
+    run = [Case("torch", "naive", "forward", dataclasses.replace(SPEC, seed=seed)) for seed in range(4)]
+    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", seconds=0.4))
+    assert 1 <= len(rows) < 4 and f"{4 - len(rows)} rows are left" in capsys.readouterr().out
+    assert [row["key"] for row in rows] == [case.key for case in run[: len(rows)]]
+
+
 def test_rows_say_what_they_measured(tmp_path):
     run = [Case(stack, "naive", which, SPEC) for stack in cases.STACKS for which in ("forward", "backward")]
     rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", protocol=FAST))
