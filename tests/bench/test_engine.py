@@ -1,16 +1,18 @@
 """Runs of the bench: one row a case whatever happens, resumed without loss or repetition, bad flags named."""
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from bench import cases, engine, options, records
+from bench import attention_task, cases, engine, options, records
 from bench.cases import Case, ProblemSpec
 from bench.timing import Protocol
 
@@ -63,6 +65,35 @@ def test_no_row_is_begun_after_the_time_is_up(tmp_path, monkeypatch, capsys):
     rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", seconds=0.4))
     assert 1 <= len(rows) < 4 and f"{4 - len(rows)} rows are left" in capsys.readouterr().out
     assert [row["key"] for row in rows] == [case.key for case in run[: len(rows)]]
+
+
+def test_building_a_mask_is_no_part_of_the_rate(tmp_path, monkeypatch):
+    """L2: it has a column of its own."""
+    stack = attention_task.stack_of("torch")
+    kernel = stack.kernel("naive")
+
+    def slow(problem, device):
+        time.sleep(0.3)
+        return kernel.prepare(problem, device)
+
+    monkeypatch.setattr(stack, "kernel", lambda name: dataclasses.replace(kernel, prepare=slow))
+    case, path = Case("torch", "naive", "forward", SPEC).record(), str(tmp_path / "reference.npz")
+    attention_task.reference(case, path)
+    checked = attention_task.check(case, path)
+    timed = attention_task.clock(case, dataclasses.asdict(FAST))
+    assert checked["prepare_seconds"] >= 0.3 > timed["seconds"]["max"]
+
+
+def test_a_row_names_the_program_that_ran():
+    """L4: past a limit a library went on with another program and said nothing.
+
+    Every kernel has a source, which its rows carry, and nothing is handed to a compiler that may fall back to eager.
+    """
+    for stack in cases.STACKS:
+        table = importlib.import_module(f"{stack}_impl.kernels")
+        assert all(table.get(name).capability.source for name in table.NAMES)
+    folder = Path(engine.__file__).parents[1] / "torch_impl"
+    assert not [path for path in folder.rglob("*.py") if "torch.compile" in path.read_text()]
 
 
 def test_rows_say_what_they_measured(tmp_path):
