@@ -14,6 +14,15 @@ GRIDS = (  # scheme, and what make_topology is told besides
     ("ulysses", {}), ("ring", {}), ("all_gather", {}), ("usp", {"ulysses": 2}), ("loongtrain", {"ulysses": 1}),
     ("loongtrain", {"ulysses": 2, "window": 2}), ("all_gather", {"ulysses": 2, "head_first": False}),
 )
+GROUPED = (  # scheme, grid, world, heads and what make_plan is told: heads that travel while others compute
+    ("ulysses", (), 2, (8, 4), {}), ("ulysses", (), 3, (12, 6), {}), ("ulysses", (), 2, (6, 3), {"head_groups": 3}),
+    ("all_gather", (), 3, (4, 2), {}), ("all_gather", (), 4, (4, 4), {"head_groups": 4}),
+    ("all_gather", (("ulysses", 2),), 4, (8, 4), {}), ("all_gather", (), 2, (4, 2), {"travel": "bfloat16"}),
+)
+UNGROUPED = (  # scheme, mask, head groups, and why not
+    ("ring", "causal", 2, "a ring walk hides its hops"), ("all_gather", "uniform_block", 2, "the mask differs by head"),
+    ("ulysses", "causal", 2, "a rank has 1 kv heads"), ("all_gather", "causal", 0, "must be 1 at least"),
+)
 LENGTHS = ((61, 61), (37, 50))  # q_len, kv_len: neither divides a world; square, and not
 HEADS = ((4, 2), (6, 3), (3, 1))  # more ranks than kv heads, and heads that do not divide
 SETTINGS = {"window": 9, "block": 5, "sparse_block": 6, "density": 0.4}

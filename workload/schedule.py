@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from workload.areas import area_matrix, keys_needed
+from workload.errors import Unsupported
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
 from workload.sharding import Sharding, shardings
@@ -122,12 +123,26 @@ class Schedule:
         ring_index, u = self.topology.place(rank)
         return step, ring_index, 0 if self.problem.mask.heads == 1 else u
 
-    def local_problem(self, step: int, rank: int) -> AttentionProblem:
-        """The local problem of a rank at a step, operands padded to the signature's shapes."""
+    def local_problem(self, step: int, rank: int, head_groups: int = 1) -> AttentionProblem:
+        """The local problem of a rank at a step (or of one of its head groups), padded to the signature's shapes."""
         heads = self.signature.heads
         return dataclasses.replace(
-            self.problem, mask=self.local_mask(step, rank), q_heads=heads.q_local, kv_heads=heads.kv_local
+            self.problem, mask=self.local_mask(step, rank), q_heads=heads.q_local // head_groups,
+            kv_heads=heads.kv_local // head_groups,
         )
+
+    def check_head_groups(self, groups: int) -> None:
+        """Raises `Unsupported` where heads cannot travel and compute in so many groups."""
+        signature = self.signature
+        reasons = (
+            (groups >= 1, "must be 1 at least"),
+            (groups == 1 or signature.gathers, "a ring walk hides its hops behind its steps already"),
+            (groups == 1 or self.problem.mask.heads == 1, "the mask differs by head"),
+            (signature.heads.kv_local % max(1, groups) == 0, f"a rank has {signature.heads.kv_local} kv heads"),
+        )
+        for good, why in reasons:
+            if not good:
+                raise Unsupported(signature.scheme, f"head_groups {groups}: {why}")
 
     # ---- what it costs ----
 

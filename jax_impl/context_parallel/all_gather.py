@@ -9,21 +9,56 @@ summed in float32 at home, each contribution rounded once.
 import jax
 import jax.numpy as jnp
 
-from jax_impl.context_parallel.local import Data, Local, inverse, row_sums, take_tokens
+from jax_impl.context_parallel.local import Data, Local, if_seen, inverse, row_sums, take_tokens
+from jax_impl.context_parallel.merge import empty
 
 
 def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype), lse; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
-    k, v = (_gather(local.signature, x, data) for x in (k, v))
-    return local.forward(q, k, v, data.masks[0], out_dtype=q.dtype)
+    return attend(local, q, *gather(local, (k, v), data), data)
 
 
 def backward(local: Local, saved, dout, data: Data):
     """dq, dk, dv, float32; dk, dv [batch, kv_block, kv heads, d] summed over the ring."""
     q, k, v, out, lse = saved
-    k, v = (_gather(local.signature, x, data) for x in (k, v))
-    dq, dk, dv = local.backward((q, k, v, out, lse), dout, row_sums(out, dout), data.masks[0])
-    return dq, *(_scatter_sum(local.signature, x, data) for x in (dk, dv))
+    k, v = gather(local, (k, v), data)
+    dq, *sums = gradients(local, (q, k, v, out, lse), dout, data)
+    return dq, *scatter_sum(local, sums, data)
+
+
+def attend(local: Local, q, k, v, data: Data):
+    """out (q's dtype), lse of gathered keys."""
+    def nothing(k, v, _):
+        out, lse = empty(q)
+        return out.astype(q.dtype), lse
+
+    def compute(k, v, operands):
+        return local.forward(q, k, v, operands, out_dtype=q.dtype)
+
+    return if_seen(data.seen[0], compute, nothing, k, v, data.masks[0])
+
+
+def gradients(local: Local, saved, dout, data: Data):
+    """dq, dk, dv, float32, of this rank's rows, for gathered keys."""
+    q, k, v, out, _ = saved
+
+    def nothing(_):
+        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+
+    def compute(operands):
+        return tuple(local.backward(saved, dout, row_sums(out, dout), operands))
+
+    return if_seen(data.seen[0], compute, nothing, data.masks[0])
+
+
+def gather(local: Local, tensors, data: Data):
+    """Gathers blocks of k, v: all keys in ascending order, without padding."""
+    return [_gather(local.signature, x, data) for x in tensors]
+
+
+def scatter_sum(local: Local, tensors, data: Data):
+    """[batch, kv_total, ..] of every ring index to this one's block, summed over the ring."""
+    return [_scatter_sum(local.signature, x, data) for x in tensors]
 
 
 def _gather(signature, x, data: Data):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.context_parallel.local import Local
+from jax_impl.context_parallel import head_groups
 from jax_impl.context_parallel.plan import Plan, Program, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload.problem import AttentionProblem, check_ranks
@@ -138,10 +138,13 @@ def forward(plan: Plan, q, k, v):
     program, data = plan.program, plan.data
     signature = program.signature
     scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
-    local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
+    local, seq, rows = program.local, program.spec(), program.spec(2)
 
     def rank(q, k, v, data):
         data = _rank_data(data)
+        if local.groups > 1:
+            result, by_token, exchanged, lse = head_groups.forward(local, q, k, v, data)
+            return (result, by_token), None if signature.topology.ulysses == 1 else exchanged, lse
         q, k, v = (to_heads(signature, x, side, data) for x, side in ((q, "q"), (k, "kv"), (v, "kv")))
         out, lse = scheme.forward(local, q, k, v, data)
         result = to_tokens(signature, out, "q", data)
@@ -161,20 +164,22 @@ def backward(plan: Plan, saved, dout):
     program, data = plan.program, plan.data
     signature = program.signature
     scheme = importlib.import_module(f"jax_impl.context_parallel.{signature.scheme}")
-    local, seq, rows = Local(program.kernel, signature), program.spec(), program.spec(2)
+    local, seq, rows = program.local, program.spec(), program.spec(2)
     *exchanged, lse = saved
 
     def rank(exchanged, lse, dout, data):
         data = _rank_data(data)
         # Else the compiler keeps every block that the forward pass received, instead of moving it again.
         exchanged, dout = jax.lax.optimization_barrier((exchanged, dout))
+        if local.groups > 1:
+            return tuple(x.astype(signature.dtype) for x in head_groups.backward(local, exchanged, lse, dout, data))
         dout = to_heads(signature, dout, "q", data)
         dq, *sums = scheme.backward(local, (*exchanged, lse), dout, data)
         dq = to_tokens(signature, dq.astype(signature.dtype), "q", data)
         dk, dv = (to_tokens(signature, x, "kv", data).astype(signature.dtype) for x in sums)
         return dq, dk, dv
 
-    call = _sharded(program, rank, ((seq,) * 4, rows, seq, _data_specs(program, data)), (seq, seq, seq))
+    call = _sharded(program, rank, (seq, rows, seq, _data_specs(program, data)), (seq, seq, seq))
     return call(tuple(exchanged), lse, dout, data)
 
 
@@ -210,5 +215,5 @@ def _data_specs(program: Program, data):
 
 def _rank_data(data):
     """A rank's own operands: the rank axis of the stacked ones is of length 1 here."""
-    masks = jax.tree.map(lambda x: x[0], data.masks)
-    return data.__class__(**{**vars(data), "masks": masks})
+    masks, seen = jax.tree.map(lambda x: x[0], (data.masks, data.seen))
+    return data.__class__(**{**vars(data), "masks": masks, "seen": seen})

@@ -1,6 +1,7 @@
 """What one rank computes: its kernel under a step's mask, and the data it does that with; twin in torch_impl."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,12 +18,14 @@ class Data:
     """The arrays of a schedule; inside a shard_map, one rank's part.
 
     masks: per step the kernel's operands, leaves [world, ...] outside and as the kernel wants them inside.
+    seen: per step whether a rank sees a key, bool [world] outside and a scalar inside; None where all ranks do.
     q_positions, kv_positions: int32 [world * length], global positions in rank order, -1 for padding.
     q_order, kv_order: int32 [world * exchanged length], ascending order of each exchanged sequence, or None.
     gathered_order: int32 [kv_total], ascending order of the gathered keys, or None.
     """
 
     masks: tuple[Any, ...]
+    seen: tuple[jax.Array | None, ...]
     q_positions: jax.Array
     kv_positions: jax.Array
     q_order: jax.Array | None = None
@@ -32,10 +35,14 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A rank's kernel with everything static: partial results in, float32 parts out."""
+    """A rank's kernel with everything static: partial results in, float32 parts out.
+
+    groups: head groups that travel and compute in turn (head_groups.py); 1 for all heads at once.
+    """
 
     kernel: str
     signature: Signature
+    groups: int = 1
 
     def forward(self, q, k, v, operands, out_dtype=jnp.float32):
         """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
@@ -47,6 +54,14 @@ class Local:
         if backward is None:
             raise Unsupported(f"jax kernel {self.kernel}", "does not take pass backward")
         return backward(*saved, dout, operands, self.signature.scale, grad_dtype=jnp.float32, delta=delta)
+
+
+def if_seen(seen, compute: Callable, otherwise: Callable, *operands):
+    """compute(*operands), or otherwise(*operands) where this rank sees no key: its kernel is not launched then.
+
+    No collective may stand inside. Closures and operands are arrays and pytrees of them.
+    """
+    return compute(*operands) if seen is None else jax.lax.cond(seen, compute, otherwise, *operands)
 
 
 def row_sums(out, dout):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl import kernels
-from jax_impl.context_parallel.local import Data
+from jax_impl.context_parallel.local import Data, Local
 from jax_impl.kernels.stack import stack_operands
 from workload.block_masks import BlockMask
 from workload.errors import Unsupported
@@ -27,13 +27,20 @@ class Program:
       signature: steps, hops, heads.
       kernel: name of the local kernel.
       mesh: holds the axes "ring" and "ulysses".
+      head_groups: groups of heads that travel and compute in turn.
       batch_axes: mesh axes that split the batch, or None.
     """
 
     signature: Signature
     kernel: str
     mesh: Mesh
+    head_groups: int = 1
     batch_axes: Any = None
+
+    @property
+    def local(self) -> Local:
+        """What each rank computes with."""
+        return Local(self.kernel, self.signature, self.head_groups)
 
     def spec(self, tokens_at: int = 1) -> PartitionSpec:
         """How an array with batch first and tokens at this axis is split."""
@@ -71,7 +78,7 @@ def make_mesh(topology: Topology, devices=None) -> Mesh:
 def make_plan(
     problem: AttentionProblem, *, scheme: str, mesh: Mesh, sharding: str | tuple[Sharding, Sharding] = "contiguous",
     window: int | None = None, ranks_per_node: int = 8, granule: int = 1, kernel: str | None = None, batch_axes=None,
-    skip: bool = True, travel: str = "float32", with_lse: bool = False, on_host: bool = False,
+    skip: bool = True, travel: str = "float32", with_lse: bool = False, head_groups: int = 1, on_host: bool = False,
 ) -> Plan:
     """The plan of a scheme on a mesh.
 
@@ -86,6 +93,7 @@ def make_plan(
       kernel: of `jax_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
       batch_axes: mesh axes that split the batch.
       skip, travel, with_lse: see `make_schedule`.
+      head_groups: of ulysses and all_gather: some heads travel while others compute.
       on_host: leave the data in NumPy arrays, which a program may close over on any number of processes; else they
         are placed on the mesh, and the plan is an argument of the program.
 
@@ -96,15 +104,17 @@ def make_plan(
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
     schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
     kernel = kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
-    return plan_of(schedule, mesh, kernel, batch_axes, on_host)
+    return plan_of(schedule, mesh, kernel, head_groups, batch_axes=batch_axes, skip=skip, on_host=on_host)
 
 
-def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, batch_axes=None, on_host: bool = False) -> Plan:
+def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *, batch_axes=None, skip: bool = True,
+            on_host: bool = False) -> Plan:
     """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
-    program = Program(schedule.signature, kernel, mesh, batch_axes)
+    schedule.check_head_groups(head_groups)
+    program = Program(schedule.signature, kernel, mesh, head_groups, batch_axes)
     tokens = NamedSharding(mesh, PartitionSpec(program.token_axes))
     whole = NamedSharding(mesh, PartitionSpec())
-    data = _host_data(schedule, kernel)
+    data = _host_data(schedule, kernel, head_groups, skip)
     if on_host:
         return Plan(program, data)
     placed = jax.tree.map(lambda x: put(x, tokens), dataclasses.replace(data, gathered_order=None))
@@ -113,7 +123,7 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, batch_axes=None, on_hos
     return Plan(program, placed)
 
 
-def _host_data(schedule: Schedule, kernel: str) -> Data:
+def _host_data(schedule: Schedule, kernel: str, head_groups: int, skip: bool) -> Data:
     """A schedule's data in NumPy arrays."""
     signature = schedule.signature
 
@@ -122,7 +132,8 @@ def _host_data(schedule: Schedule, kernel: str) -> Data:
         return np.concatenate([order(r) for r in places]).astype(np.int32)
 
     return Data(
-        masks=tuple(step_operands(schedule, kernel)),
+        masks=tuple(step_operands(schedule, kernel, head_groups)),
+        seen=tuple(_seen(schedule, t, skip) for t in range(len(signature.steps))),
         q_positions=schedule.q_sharding.table.reshape(-1).astype(np.int32),
         kv_positions=schedule.kv_sharding.table.reshape(-1).astype(np.int32),
         q_order=by_rank(schedule.q_order) if signature.sorts_q else None,
@@ -131,7 +142,17 @@ def _host_data(schedule: Schedule, kernel: str) -> Data:
     )
 
 
-def step_operands(schedule: Schedule, kernel: str) -> list[Any]:
+def _seen(schedule: Schedule, step: int, skip: bool) -> np.ndarray | None:
+    """Which ranks see a key of the step, bool [world]; None where all compute.
+
+    Without `skip`, where one program serves every mask, each remote step asks, whatever this mask shows.
+    """
+    seen = schedule.cells[step] > 0
+    asks = not seen.all() if skip else not schedule.signature.steps[step].at_home
+    return seen if asks else None
+
+
+def step_operands(schedule: Schedule, kernel: str, head_groups: int = 1) -> list[Any]:
     """Per step, the kernel's operands of all ranks, leaves [world, ...]; equal local masks are prepared once."""
     chosen, host = kernels.get(kernel), jax.local_devices(backend="cpu")[0]
     out = []
@@ -140,7 +161,7 @@ def step_operands(schedule: Schedule, kernel: str) -> list[Any]:
         for rank in range(schedule.topology.world):
             key = schedule.local_key(t, rank)
             if key not in made:
-                problem = schedule.local_problem(t, rank)
+                problem = schedule.local_problem(t, rank, head_groups)
                 chosen.require(problem)
                 with jax.ensure_compile_time_eval():  # a plan made while a training step is traced
                     made[key] = jax.tree.map(np.asarray, chosen.prepare(problem, host))

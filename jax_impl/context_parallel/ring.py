@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_impl.context_parallel.local import Data, Local, row_sums
-from jax_impl.context_parallel.merge import merge
+from jax_impl.context_parallel.local import Data, Local, if_seen, row_sums
+from jax_impl.context_parallel.merge import empty, merge
 from workload.signature import Step
 from workload.topology import Hop
 
@@ -20,11 +20,16 @@ def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
     walk = _Walk(local, (k, v))
     total: Any = None
-    alone = len(data.masks) == 1  # nothing to merge: the kernel's own rounding is the only one
-    for t, operands in enumerate(data.masks):
-        k, v = walk.enter(t)
+    alone = data.seen == (None,)  # nothing to merge: the kernel's own rounding is the only one
+
+    def attend(total, k, v, operands):
         part = local.forward(q, k, v, operands, out_dtype=q.dtype if alone else jnp.float32)
-        total = walk.leave(part if total is None else merge(total, part))
+        return part if total is None else merge(total, part)
+
+    for t, (operands, seen) in enumerate(zip(data.masks, data.seen, strict=True)):
+        k, v = walk.enter(t)
+        total = empty(q) if total is None and seen is not None else total
+        total = walk.leave(if_seen(seen, attend, lambda total, *_: total, total, k, v, operands))
     out, lse = total
     return out.astype(q.dtype), lse
 
@@ -34,14 +39,22 @@ def backward(local: Local, saved, dout, data: Data):
     q, k, v, out, lse = saved
     steps, delta = local.signature.steps, row_sums(out, dout)
     walk, dq, own, moving, carried = _Walk(local, (k, v)), None, [], None, None
-    for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
+
+    def gradients(dq, k, v, operands):
+        part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
+        return part if dq is None else dq + part, *sums
+
+    def nothing(dq, k, v, _):
+        return dq, *(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+
+    for t, (step, operands, seen) in enumerate(zip(steps, data.masks, data.seen, strict=True)):
         k, v = walk.enter(t)
         if not step.at_home and step.grad_hop is None and moving is not None:  # a later window's sum begins
             carried_hop = next(s.carried_hop for s in steps[t:] if s.carried_hop is not None)
             carried = _send_sums(local, moving, carried_hop)  # it has this whole window to arrive
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop)
-        dq_part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
-        dq = dq_part if dq is None else dq + dq_part
+        dq = jnp.zeros(q.shape, jnp.float32) if dq is None and seen is not None else dq
+        dq, *sums = if_seen(seen, gradients, nothing, dq, k, v, operands)
         if step.at_home:
             own = sums
         else:

@@ -30,17 +30,7 @@ def to_heads(signature: Signature, x, tensor: str, data: Data):
     Args:
       tensor: "q" or "kv": whose layout and order x has. Padding heads are zero.
     """
-    if signature.topology.ulysses == 1:
-        return x
-    layout = signature.heads
-    slots, same, order = (
-        (layout.q_slots, layout.q_identity, data.q_order) if tensor == "q" else
-        (layout.kv_slots, layout.kv_identity, data.kv_order)
-    )
-    if not same:
-        slots = np.where(np.array(slots) < 0, x.shape[2], slots)
-        x = jnp.take(x, slots, axis=2, mode="fill", fill_value=0)
-    return take_tokens(_exchange(x, split=2, concat=1), order)
+    return exchange_tokens(signature, in_slots(signature, x, tensor), tensor, data)
 
 
 def to_tokens(signature: Signature, x, tensor: str, data: Data):
@@ -48,20 +38,47 @@ def to_tokens(signature: Signature, x, tensor: str, data: Data):
 
     dk, dv travel in `signature.sums_dtype` and are summed in float32.
     """
-    if signature.topology.ulysses == 1:
+    return from_slots(signature, exchange_heads(signature, x, tensor, data), tensor)
+
+
+def in_slots(signature: Signature, x, tensor: str):
+    """[.., heads, d] to [.., slots, d]: heads as they travel, padding zero, a kv head once for each of its slots."""
+    layout = signature.heads
+    slots, same = (
+        (layout.q_slots, layout.q_identity) if tensor == "q" else (layout.kv_slots, layout.kv_identity)
+    )
+    if same:
         return x
-    order = data.q_order if tensor == "q" else data.kv_order
-    x = take_tokens(x, None if order is None else inverse(order, order.shape[0]))
+    slots = np.where(np.array(slots) < 0, x.shape[2], slots)
+    return jnp.take(x, slots, axis=2, mode="fill", fill_value=0)
+
+
+def from_slots(signature: Signature, x, tensor: str):
+    """The inverse for out, dq (and lse), and for dk, dv the sum, in float32, over a kv head's slots."""
     layout = signature.heads
     if tensor == "q":
-        x = _exchange(x, split=1, concat=2)
         return x if layout.q_identity else jnp.take(x, np.array(layout.q_places), axis=2)
-    x = _exchange(x.astype(signature.sums_dtype), split=1, concat=2)
     if layout.kv_identity:
         return x
     places = np.array(layout.kv_places)
     places = np.where(places < 0, x.shape[2], places)
     return jnp.take(x.astype(jnp.float32), places, axis=2, mode="fill", fill_value=0).sum(axis=3)
+
+
+def exchange_tokens(signature: Signature, x, tensor: str, data: Data):
+    """[batch, length, slots, d] of a rank's tokens to [batch, degree * length, slots / degree, d], ascending."""
+    if signature.topology.ulysses == 1:
+        return x
+    return take_tokens(_exchange(x, split=2, concat=1), data.q_order if tensor == "q" else data.kv_order)
+
+
+def exchange_heads(signature: Signature, x, tensor: str, data: Data):
+    """The way back: [batch, degree * length, slots / degree, d] to [batch, length, slots, d]."""
+    if signature.topology.ulysses == 1:
+        return x
+    order = data.q_order if tensor == "q" else data.kv_order
+    x = take_tokens(x, None if order is None else inverse(order, order.shape[0]))
+    return _exchange(x if tensor == "q" else x.astype(signature.sums_dtype), split=1, concat=2)
 
 
 def _exchange(x, split: int, concat: int):

@@ -57,7 +57,7 @@ def make_plan(
 def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -> Plan:
     """The plan of the mesh's rank that executes a schedule with a local kernel."""
     signature, rank = schedule.signature, mesh.rank
-    _check_groups(schedule, head_groups)
+    schedule.check_head_groups(head_groups)
     ring_index = schedule.topology.place(rank)[0]
 
     def tensor(x: np.ndarray) -> torch.Tensor:
@@ -76,27 +76,11 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -
     return Plan(Local(kernel, signature, mesh, head_groups), data)
 
 
-def _check_groups(schedule: Schedule, groups: int) -> None:
-    signature = schedule.signature
-    reasons = (
-        (groups >= 1, "must be 1 at least"),
-        (groups == 1 or signature.gathers, "a ring walk hides its hops behind its steps already"),
-        (groups == 1 or schedule.problem.mask.heads == 1, "the mask differs by head"),
-        (signature.heads.kv_local % max(1, groups) == 0, f"a rank has {signature.heads.kv_local} kv heads"),
-    )
-    for good, why in reasons:
-        if not good:
-            raise Unsupported(signature.scheme, f"head_groups {groups}: {why}")
-
-
 def step_operands(schedule: Schedule, step: int, rank: int, kernel: str, device, head_groups: int = 1):
     """The kernel's operands of a rank at a step, or None where none of its rows sees a key of the step."""
     if schedule.mask_class(step, schedule.topology.place(rank)[0]) == EMPTY:
         return None
-    problem, chosen = schedule.local_problem(step, rank), kernels.get(kernel)
-    if head_groups > 1:
-        heads = {name: getattr(problem, name) // head_groups for name in ("q_heads", "kv_heads")}
-        problem = dataclasses.replace(problem, **heads)
+    problem, chosen = schedule.local_problem(step, rank, head_groups), kernels.get(kernel)
     chosen.require(problem)
     return chosen.prepare(problem, device)
 

@@ -46,6 +46,21 @@ def test_full_matrix(world):
     assert_right(found)
 
 
+def test_head_groups():
+    assert_right(records("groups", 3))
+
+
+@pytest.mark.slow
+def test_all_head_groups():
+    assert_right(records("groups"))
+
+
+def test_idle_ranks_launch_nothing():
+    found = records("idle")
+    assert_right(found)
+    assert [r["idle"] > 0 for r in found] == [True, False, True, True]
+
+
 def test_a_permutation_of_several_cycles():
     assert_right(records("permutes"))
 

@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import context_parallel as cp
+from jax_impl import kernels
 from jax_impl.hlo import collective_bytes
 from jax_impl.kernels import hopper_kernel, naive
 from tests.conformance import BUDGET, FLOOR, inputs, relative_error
-from tests.schemes import Case, matrix
+from tests.schemes import GROUPED, UNGROUPED, Case, matrix
 from workload import masks
+from workload.errors import Unsupported
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem
-from workload.sharding import Sharding
+from workload.schedule import make_schedule
+from workload.sharding import Sharding, shardings
 from workload.topology import make_topology
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -119,6 +122,65 @@ def check_windows(world: str):
         yield {"case": case.label, "window": dict(case.grid).get("window"),
                "equal": all(np.array_equal(got[n], want[n]) for n in RESULTS),
                "errors": {n: relative_error(got[n], getattr(oracle, n)) for n in RESULTS}}
+
+
+def check_groups(stride: str = "1"):
+    """Some heads at a time: the results and the bytes are those of all heads at once; what cannot be is refused."""
+    for scheme, grid, world, heads, plan in GROUPED[:: int(stride)]:
+        for mask in ("causal_document", "global_sliding_window"):
+            plan = {"head_groups": 2} | plan
+            dtype = plan.get("travel", "float32")
+            case = Case(scheme, mask, world, 37, 50, heads, grid, "zigzag", tuple(plan.items()), dtype)
+            if dtype == "float32":
+                yield {"case": case.label, "wrong": judge(case)}
+                continue
+            errors, moved, _ = run(case)  # 16-bit collectives are widened on a CPU, in groups as at once
+            whole, once, _ = run(dataclasses.replace(case, plan=(("travel", dtype),)))
+            wrong = [n for n in RESULTS if not errors[n] <= 1.05 * whole[n]] + ([] if moved == once else [str(moved)])
+            yield {"case": case.label, "wrong": wrong}
+    for scheme, mask, groups, why in UNGROUPED:
+        try:
+            plan_of(Case(scheme, mask, 2, plan=(("head_groups", groups),)))
+            yield {"case": why, "wrong": ["accepted"]}
+        except Unsupported as error:
+            yield {"case": why, "wrong": [] if f"head_groups {groups}: {why}" in str(error) else [str(error)]}
+
+
+def check_idle():
+    """A rank that sees no key of a step launches no kernel there; a mask that all see something of asks nothing."""
+    launched = []
+
+    def counted(label, work):
+        def count(*arguments, **options):
+            jax.debug.callback(lambda: launched.append(label))
+            return work(*arguments, **options)
+        return count
+
+    kernel = naive.KERNEL
+    spied = dataclasses.replace(kernel, forward=counted("forward", kernel.forward),
+                                backward=counted("backward", kernel.backward))
+    cases = (Case("ring", "causal_document", 4, 61, 61, sharding="contiguous"), Case("ring", "full", 4, 61, 61),
+             Case("all_gather", "causal", 4, 3, 50, sharding="contiguous"),
+             Case("loongtrain", "causal", 8, 61, 61, grid=(("ulysses", 2), ("window", 2)), sharding="contiguous"))
+    for case in cases:
+        with mock.patch.object(kernels, "get", lambda name: spied):
+            plan = plan_of(case)
+            placed = [cp.shard(x, plan, s) for x, s in zip(arrays_of(case), SIDES, strict=True)]
+            launched.clear()
+            lowered = jax.jit(both_passes).lower(*placed, plan)
+            got = collect(plan, lowered.compile()(*placed, plan))
+            jax.effects_barrier()
+        want, naive_errors = _reference(case.problem)
+        wrong = [n for n, x in got.items()
+                 if not relative_error(x, getattr(want, n)) <= BUDGET * naive_errors[n] + FLOOR]
+        held = shardings(case.sharding, case.problem.mask, case.topology)
+        cells = make_schedule(case.scheme, case.problem, case.topology, *held).cells
+        busy = int((cells > 0).sum())
+        if [launched.count("forward"), launched.count("backward")] != [busy, busy]:
+            wrong.append(f"{len(launched)} launches, {busy} a pass of {cells.size} see something")
+        if ("stablehlo.case" in lowered.as_text()) != (busy < cells.size):
+            wrong.append(f"conditions: {lowered.as_text().count('stablehlo.case')}")
+        yield {"case": case.label, "idle": cells.size - busy, "wrong": wrong}
 
 
 def check_permutes():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.schemes import Case
+from tests.schemes import GROUPED, UNGROUPED, Case
 from tests.torch_impl.context_parallel import cases
 from torch_impl import context_parallel
 from torch_impl.context_parallel.threads import ThreadRanks
@@ -304,12 +304,7 @@ def test_sharding_of_the_attention_call_and_of_a_plan_agree():
     assert all(ranks.run(work))
 
 
-@pytest.mark.parametrize("scheme,grid,world,heads,plan", [
-    ("ulysses", (), 2, (8, 4), {}), ("ulysses", (), 3, (12, 6), {}), ("ulysses", (), 2, (6, 3), {"head_groups": 3}),
-    ("all_gather", (), 3, (4, 2), {}),
-    ("all_gather", (), 4, (4, 4), {"head_groups": 4}), ("all_gather", (("ulysses", 2),), 4, (8, 4), {}),
-    ("all_gather", (), 2, (4, 2), {"travel": "bfloat16"}),
-])
+@pytest.mark.parametrize("scheme,grid,world,heads,plan", GROUPED)
 @pytest.mark.parametrize("mask", ["causal_document", "global_sliding_window"])
 def test_head_groups_give_the_same_for_the_same_bytes(scheme, grid, world, heads, plan, mask):
     """Some heads at a time: the results and (checked inside) the bytes are those of all heads at once."""
@@ -323,10 +318,7 @@ def test_head_groups_give_the_same_for_the_same_bytes(scheme, grid, world, heads
         np.testing.assert_allclose(got[name], whole[name], rtol=2e-5, atol=2e-5 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("scheme,mask,groups,why", [
-    ("ring", "causal", 2, "a ring walk hides its hops"), ("all_gather", "uniform_block", 2, "the mask differs by head"),
-    ("ulysses", "causal", 2, "a rank has 1 kv heads"), ("all_gather", "causal", 0, "must be 1 at least"),
-])
+@pytest.mark.parametrize("scheme,mask,groups,why", UNGROUPED)
 def test_head_groups_that_cannot_be(scheme, mask, groups, why):
     problem = Case(scheme, mask, 2).problem
     with pytest.raises(RuntimeError, match=f"head_groups {groups}: {why}"):
