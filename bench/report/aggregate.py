@@ -127,13 +127,18 @@ def worst(shares: Iterable[tuple[float, str]]) -> tuple[float, str]:
 
 
 def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:
-    """The (pass, length, shape, dtype) settings that have rows: the richest shape and length first, forward first."""
-    rich: dict[tuple, int] = {}
+    """The (pass, length, shape, dtype) settings that have rows; those with most timed rows first, forward first.
+
+    Shapes are ordered by their length with most rows.
+    """
+    rows: dict[tuple, int] = {}
     for e in found:
-        for key in ((e.shape, e.dtype), (e.shape, e.dtype, e.seq_len)):
-            rich[key] = rich.get(key, 0) + bool(e.rate)
+        rows[e.setting[1:]] = rows.get(e.setting[1:], 0) + bool(e.rate)
+    most: dict[tuple, int] = {}
+    for setting, count in rows.items():
+        most[setting[1:]] = max(most.get(setting[1:], 0), count)
     return sorted({e.setting for e in found}, key=lambda s: (
-        -rich[s[2:]], s[2:], -rich[(*s[2:], s[1])], s[1], s[0] != "forward"))
+        -most[s[2:]], s[2:], -rows[s[1:]], -s[1], s[0] != "forward"))
 
 
 def compared(rows: Iterable[Row]) -> list[Entry]:
