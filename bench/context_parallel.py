@@ -64,13 +64,17 @@ def define() -> None:
 
 def cases_of(values: flags.FlagValues) -> list[cp.Case]:
     """The rows that the flags ask for. ValueError names the flag."""
-    settings = differing(documents=values.documents, long_share=values.long_share)
     travel = "float32" if values.travel == "float32" else values.dtype
     lengths, worlds, groups = (
         options.numbers(name, getattr(values, name)) for name in ("seqlens", "worlds", "head_groups"))
+    settings = differing(documents=options.documents(values.documents, lengths), long_share=values.long_share)
     masks = options.choose("masks", values.masks, ALL_BUILDERS)
     out = []
     for stack in options.choose("stack", values.stack, STACKS):
+        if values.inside and stack == "jax":
+            raise ValueError("--inside: jax times no step alone; give --stack=torch")
+        if values.kernel:
+            options.choose("kernel", [values.kernel], options.KERNELS[stack])
         for length, mask, world in itertools.product(lengths, masks, worlds):
             spec = ProblemSpec(mask, length, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim,
                                values.dtype, values.seed, settings)
@@ -108,7 +112,7 @@ class Jobs:
 
     def __init__(self, out: Path, request: dict[str, Any], deadline: float, hosts: int = 1, host: int = 0,
                  coordinator: str | None = None, ahead: bool = False, budget: float = math.inf):
-        self.out, self.request, self.deadline = out, request, deadline
+        self.out, self.request, self.deadline = out, dict(request), deadline
         self.hosts, self.host, self.coordinator = hosts, host, coordinator
         self.ahead, self.until = ahead, time.time() + budget
         self._lost: collections.Counter = collections.Counter()
@@ -118,7 +122,8 @@ class Jobs:
         by_stack: dict[str, list[cp.Case]] = {}
         for case in cases:
             by_stack.setdefault(case.stack, []).append(case)
-        with tempfile.TemporaryDirectory(prefix="jobs-") as folder, ThreadPoolExecutor(len(by_stack)) as threads:
+        with tempfile.TemporaryDirectory(prefix="jobs-") as folder, ThreadPoolExecutor(len(STACKS)) as threads:
+            self.request |= {"references": folder}
             turns = [Path(folder) / str(n) for n in range(len(by_stack) + 1)]
             running: list[Future] = []
             for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
@@ -166,7 +171,7 @@ class Jobs:
         seconds = self.deadline * (1 + len(left))
         if self.until < math.inf:
             request["until"] = self.until
-            seconds = min(seconds, self.until - time.time() + 2 * self.deadline)
+            seconds = min(seconds, self.until - time.time() + self.deadline)
         with tempfile.TemporaryDirectory(prefix="cases-") as folder:
             path = Path(folder) / "cases.json"
             path.write_text(json.dumps(request))

@@ -38,11 +38,11 @@ from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
 from jax_impl.context_parallel.plan import default_kernel
 from jax_impl.hlo import collective_bytes
-from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
 from workload.schedule import Schedule
 
 BATCH_SECONDS = 0.02  # what it costs to launch a program on all devices is small in a batch of calls this long
+TOKENS_AT = {4: 1, 3: 2}  # the token axis of the exchanged q, k, v, out and of lse, by their ranks
 LEAST_BYTES = 1 << 12  # of a message between processes: sizes are powers of two, each compiled once
 
 
@@ -58,7 +58,10 @@ class Ready(worker.Ready):
                       "backward": lambda: programs["backward"](plan, self.saved, self.dout)}
 
     def begin(self) -> None:
-        self.saved = jax.block_until_ready(self.calls["forward"]())[1]
+        (out, _), kept = jax.block_until_ready(self.calls["forward"]())
+        given = self.q, self.k, self.v, out
+        leaves = [given[n] if x is None else x for n, x in enumerate(kept)]
+        self.saved = jax.tree.unflatten(self.programs["saved"], leaves)
 
     def results(self) -> dict[str, jax.Array]:
         (out, _), _ = self.calls["forward"]()
@@ -83,7 +86,7 @@ class Ready(worker.Ready):
         options.python_tracer_level = 0
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options):
-                jax.block_until_ready(self.calls[which]())
+                self.job.seconds(self.calls[which], worker.TRACED_CALLS)
             return json.loads(gzip.open(next(Path(folder).rglob("*.trace.json.gz"))).read())
 
     def steps(self, which: str, protocol: Protocol) -> list[float]:
@@ -141,21 +144,20 @@ class Job(worker.Job):
     def _plan(self, case: Case, schedule: Schedule):
         key = case.key, schedule.problem.kv_len
         if key not in self._plans:
-            if case.head_groups > 1:
-                raise Unsupported("jax", f"head_groups {case.head_groups}: has none")
             mesh = cp.make_mesh(case.topology)
             kernel = case.kernel or self.default_kernel(schedule.problem)
-            self._plans[key] = cp.plan_of(schedule, mesh, kernel)
+            self._plans[key] = cp.plan_of(schedule, mesh, kernel, case.head_groups)
         return self._plans[key]
 
     def _passes(self, plan) -> Future:
         """Both passes, compiled for all plans of equal static parts and shapes."""
         def work():
             q, k, dout = (_like(plan, side) for side in ("q", "kv", "q"))
-            first = _compile(forward, plan, q, k, k)
-            told, shardings = jax.eval_shape(forward, plan, q, k, k)[1], first.output_shardings[1]
-            saved = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), told, shardings)
-            return {"forward": first, "backward": _compile(backward, plan, saved, dout)}
+            first = _compile(_forward, plan, q, k, k)
+            saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
+                plan.program.mesh, plan.program.spec(TOKENS_AT[x.ndim]))), jax.eval_shape(forward, plan, q, k, k)[1])
+            return {"forward": first, "backward": _compile(backward, plan, saved, dout),
+                    "saved": jax.tree.structure(saved)}
 
         leaves, tree = jax.tree.flatten(plan)
         return self._once((tree, tuple((x.shape, str(x.dtype)) for x in leaves)), work)
@@ -176,13 +178,14 @@ class Job(worker.Job):
     # ---- times -----------------------------------------------------------------------------------
 
     def sampler(self, call):
-        total = functools.partial(self._seconds, call)
+        total = functools.partial(self.seconds, call)
         total(1)
         once = max(self.gather(total(2) / 2))
         batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
         return lambda: total(batch) / batch, batch * once
 
-    def _seconds(self, call: Callable[[], Any], calls: int) -> float:
+    def seconds(self, call: Callable[[], Any], calls: int) -> float:
+        """Wall time of these many calls, queued one behind the other."""
         began = time.perf_counter()
         for _ in range(calls):
             result = call()
@@ -203,10 +206,10 @@ class Job(worker.Job):
             if which == "backward":
                 out, lse = call()
                 call = lambda: programs["backward"](q, k, v, out, lse, dout, operands)  # noqa: E731
-            self._seconds(call, 1)
-            once = self._seconds(call, 2) / 2
+            self.seconds(call, 1)
+            once = self.seconds(call, 2) / 2
             batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
-            return float(np.median([self._seconds(call, batch) / batch for _ in range(5)]))
+            return float(np.median([self.seconds(call, batch) / batch for _ in range(5)]))
 
     def _alone(self, spec: ProblemSpec, name: str) -> Future:
         """(both passes of a kernel on the whole problem, its operands) on this process's first device."""
@@ -253,6 +256,13 @@ class Job(worker.Job):
         made["operand"] = self._once(("operand", length), lambda: jax.jit(
             lambda: jnp.ones(like.shape, like.dtype), out_shardings=sharding).lower().compile())
         return made, length
+
+
+def _forward(plan, q, k, v):
+    """The result, and the leaves of what is saved; None for an operand or the result, which a program would copy."""
+    result, saved = forward(plan, q, k, v)
+    given = q, k, v, result[0]
+    return result, [None if any(x is y for y in given) else x for x in jax.tree.leaves(saved)]
 
 
 def _compile(function: Callable, *arguments):

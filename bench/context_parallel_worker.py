@@ -13,6 +13,7 @@ import abc
 import dataclasses
 import faulthandler
 import functools
+import hashlib
 import json
 import os
 import statistics
@@ -39,6 +40,7 @@ from workload.schedule import Schedule
 
 SIDES = {"q": "q", "k": "kv", "v": "kv", "out": "q", "dout": "q", "dq": "q", "dk": "kv", "dv": "kv"}
 RESULTS = ("out", "dq", "dk", "dv")
+TRACED_CALLS = 3
 LINK_KINDS = {  # what leaves a rank of `world`, for an operand of one byte
     "permute": lambda world: 1.0,
     "all_to_all": lambda world: (world - 1) / world,
@@ -61,6 +63,7 @@ class Request:
       inside: whether each step's local work is also timed alone, and the job predicted from it and the links.
       trace: (scheme, mask) pairs of the cases of which a call is traced.
       deadline: seconds a row may take.
+      references: a folder where what rank 0 of any job computed as a reference is kept for the others, "" for none.
       after: a file that must be there before anything runs on a device, "" for none; building goes on meanwhile.
       until: `time.time()` after which no row is begun.
     """
@@ -74,6 +77,7 @@ class Request:
     inside: bool = False
     trace: Sequence[Sequence[str]] = ()
     deadline: float = 60.0
+    references: str = ""
     after: str = ""
     until: float = float("inf")
 
@@ -127,7 +131,7 @@ class Ready(abc.ABC):
 
     @abc.abstractmethod
     def traced(self, which: str) -> dict[str, Any]:
-        """A Chrome trace of one call; all ranks call it."""
+        """A Chrome trace of `TRACED_CALLS` calls back to back; all ranks call it."""
 
     @abc.abstractmethod
     def steps(self, which: str, protocol: Protocol) -> list[float]:
@@ -259,7 +263,7 @@ def check(job: Job, case: Case) -> dict[str, Any]:
     spec = at_length(case, job.request.check_len).spec
     problem = problem_of(spec)
     schedule = case.schedule(problem)
-    ready = job.agreed(lambda: job.ready(case, schedule, make_inputs(problem, InputSpec(spec.seed))))
+    ready = job.agreed(lambda: job.ready(case, schedule, _inputs(dataclasses.replace(spec, mask="full", settings=()))))
 
     def work():
         if ready is None:
@@ -274,7 +278,7 @@ def check(job: Job, case: Case) -> dict[str, Any]:
     def judge():
         if job.rank:
             return {}
-        reference, sample = _reference(spec), sample_of(problem)
+        reference, sample = _reference(spec, job.request.references), sample_of(problem)
         got = {name: job.stack.take(sample.take(name, x, problem.group)) for name, x in whole.items()}
         measured = errors(got, reference.results)
         budget = {name: reference.budget[name] for name in measured}
@@ -290,9 +294,23 @@ def at_length(case: Case, length: int) -> Case:
     return case if not length else dataclasses.replace(case, spec=dataclasses.replace(case.spec, seq_len=length))
 
 
+@functools.lru_cache(maxsize=2)
+def _inputs(spec: ProblemSpec) -> dict[str, np.ndarray]:
+    """q, k, v, dout, which no mask changes."""
+    return make_inputs(problem_of(spec), InputSpec(spec.seed))
+
+
 @functools.lru_cache(maxsize=16)
-def _reference(spec) -> Reference:
-    return reference_of(problem_of(spec), InputSpec(spec.seed))
+def _reference(spec: ProblemSpec, folder: str) -> Reference:
+    path = Path(folder, f"{hashlib.sha256(spec.label.encode()).hexdigest()}.npz") if folder else None
+    if path is not None and path.exists():
+        return Reference.load(str(path), RESULTS)
+    found = reference_of(problem_of(spec), InputSpec(spec.seed))
+    if path is not None:
+        made = path.with_suffix(f".{os.getpid()}.npz")
+        found.save(str(made))
+        made.rename(path)  # whole, whoever looks
+    return found
 
 
 def count(job: Job, ready: Ready | None, schedule: Schedule) -> dict[str, Any]:
@@ -363,7 +381,8 @@ def look_at_traces(job: Job, case: Case, ready: Ready | None) -> dict[str, Any]:
     found: dict[str, Any] = {"trace": {}}
     try:
         for which in PASSES:
-            seen = job.agreed(lambda which=which: None if ready is None else ready.traced(which))
+            seen = job.agreed(lambda which=which: None if ready is None else
+                              trace.last_call(ready.traced(which), TRACED_CALLS))
             if seen is not None:
                 trace.write(seen, trace.path_of(out_folder(), f"{case.key}/{which}/rank{job.rank}"))
             told = None if seen is None else trace.overlap(seen)

@@ -26,6 +26,19 @@ def device_events(seen: dict[str, Any]) -> list[dict[str, Any]]:
         event.get("cat") in DEVICE_WORK or (event["pid"] in devices and (event["pid"], event["tid"]) in streams))]
 
 
+def last_call(seen: dict[str, Any], calls: int) -> dict[str, Any]:
+    """The trace of the last of equal calls that were traced back to back: the first ones bring the ranks together.
+
+    Raises ValueError where the trace does not fall into equal parts.
+    """
+    events = sorted(device_events(seen), key=lambda e: float(e["ts"]))
+    if len(events) % calls:
+        raise ValueError(f"{len(events)} device events in {calls} equal calls")
+    begin = float(events[-(len(events) // calls)]["ts"]) if events else 0.0
+    told = [e for e in seen["traceEvents"] if e.get("ph") != "X" or float(e["ts"]) >= begin]
+    return seen | {"traceEvents": told}
+
+
 def overlap(seen: dict[str, Any]) -> dict[str, Any]:
     """Seconds that links were busy, of those with a kernel beside them, and that kernels ran; and when, from the first.
 

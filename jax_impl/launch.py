@@ -19,7 +19,11 @@ import jax
 from workload import ranks as processes
 from workload.ranks import Place, Progress, RankFailure, detect
 
-__all__ = ["Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
+# By default XLA keeps one collective in flight: of a hop's keys and values one would wait for the other, unhidden. And
+# a program that one process compiles alone must not wait for others to tune their share of it.
+XLA_FLAGS = "--xla_gpu_experimental_parallel_collective_overlap_limit=4 --xla_gpu_shard_autotuning=false"
+
+__all__ = ["XLA_FLAGS", "Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
 
 
 @contextlib.contextmanager
@@ -62,7 +66,7 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       command: the program; it calls `detect` and `join`.
       ranks: on this host; every host starts as many.
       deadline_s: of the whole job; ranks that still run then are ended.
-      environ: of the ranks, this process's by default.
+      environ: of the ranks, this process's by default; its own XLA_FLAGS come behind `XLA_FLAGS`, and win.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
 
     Raises: `RankFailure`; no process of this host's ranks outlives the call.
@@ -70,6 +74,8 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
     if hosts > 1 and coordinator is None:
         raise ValueError("coordinator: needed where hosts > 1")
     coordinator = coordinator or f"127.0.0.1:{_free_port()}"
+    environ = dict(os.environ if environ is None else environ)
+    environ["XLA_FLAGS"] = f"{XLA_FLAGS} {environ.get('XLA_FLAGS', '')}".strip()
     return processes.spawn(command, ranks, coordinator, deadline_s=deadline_s, environ=environ, hosts=hosts, host=host)
 
 

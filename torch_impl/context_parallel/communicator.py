@@ -42,10 +42,13 @@ class Watch:
         with self._lock:
             self._open.append((time.monotonic(), step, tuple(peers), done))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="collective watch")
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._thread = threading.Thread(target=self._run, args=(device,), daemon=True, name="collective watch")
             self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins on GPU 0, and asking after an event would open it
         since = time.monotonic()  # when the oldest became the oldest: work queued behind it is not its fault
         while True:
             time.sleep(POLL_S)
