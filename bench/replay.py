@@ -10,14 +10,14 @@ adds the links that the flags describe. A small replay of each scheme, mask and 
 first (--check), and of what is timed, some rows and keys.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,6 @@ class Replay:
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
             row["key"]: row for row in records.read(writer.path) if row["status"] == "ok" and row["case"]["world"] == 1}
         self._checked: dict[tuple, Any] = {}
-        self._device = threading.Lock()  # what is timed is timed alone
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Writes a row for each case that the file lacks, and one for T1 of each problem."""
@@ -241,30 +240,49 @@ class Replay:
         return {"status": "mismatch", "reason": bad} if bad else None
 
     def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
-        """Builds `workers` groups at a time, each in a process of its own; yields each once it has been timed."""
-        with ThreadPoolExecutor(self.settings.workers) as threads:
-            for done in as_completed([threads.submit(self._measure_group, group) for group in groups]):
-                yield done.result()
+        """Builds `workers` groups at a time, each in a process of its own; yields each once it is timed and checked.
 
-    def _measure_group(self, group: Sequence[Member]) -> Sequence[Member]:
-        """Has a worker build, then time (alone on the device), then check what it timed; keeps what it found.
-
-        What T1 ran is as large as the device allows: its worker goes at once, `bench.dense` checks such problems.
+        What is timed is timed alone on the device, the first of the groups that are built first.
         """
-        deadline, alone = self.settings.deadline, group[0][0].world == 1
-        with Worker(group[0][0].stack) as worker:
-            found = worker.ask(f"{TASKS}:build", deadline, case_list=[c.record() for c, _ in group],
-                               count=self.settings.ranks)
-            if not isinstance(found, Failure):
-                with self._device:
-                    timed = worker.ask(f"{TASKS}:times", deadline, protocol=dataclasses.asdict(self.settings.protocol))
-                found = timed if isinstance(timed, Failure) else found | timed
-            if not isinstance(found, Failure):
-                errors = {} if alone else worker.ask(f"{TASKS}:spots", deadline)
-                found = errors if isinstance(errors, Failure) else found | {"spot_errors": errors}
+        with contextlib.ExitStack() as held, ThreadPoolExecutor(self.settings.workers) as threads:
+            workers = [held.enter_context(Worker(group[0][0].stack)) for group in groups]
+            built = {threads.submit(self._build, *x): n for n, x in enumerate(zip(workers, groups, strict=True))}
+            checked: dict[Future, int] = {}
+            while built or checked:
+                done, _ = wait((*built, *checked), return_when=FIRST_COMPLETED)
+                for future in done & checked.keys():
+                    n = checked.pop(future)
+                    self._keep(groups[n], future.result())
+                    workers[n].kill()
+                    yield groups[n]
+                if ready := done & built.keys():
+                    future = min(ready, key=lambda f: built[f])
+                    n = built.pop(future)
+                    found = self._times(workers[n], future.result())
+                    checked[threads.submit(self._check, workers[n], groups[n], found)] = n
+
+    def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
+        return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
+                          count=self.settings.ranks)
+
+    def _times(self, worker: Worker, built: Any) -> Any:
+        if isinstance(built, Failure):
+            return built
+        timed = worker.ask(f"{TASKS}:times", self.settings.deadline,
+                           protocol=dataclasses.asdict(self.settings.protocol))
+        return timed if isinstance(timed, Failure) else built | timed
+
+    def _check(self, worker: Worker, group: Sequence[Member], found: Any) -> Any:
+        """What T1 ran is as large as the device allows: its worker goes at once, bench.dense checks such problems."""
+        if isinstance(found, Failure) or group[0][0].world == 1:
+            worker.kill()
+            return found if isinstance(found, Failure) else found | {"spot_errors": {}}
+        errors = worker.ask(f"{TASKS}:spots", self.settings.deadline)
+        return errors if isinstance(errors, Failure) else found | {"spot_errors": errors}
+
+    def _keep(self, group: Sequence[Member], found: Any) -> None:
         for n, (case, _) in enumerate(group):
             self._found[case.key] = found if isinstance(found, Failure) else found | {"runs": found["runs"][n]}
-        return group
 
     def _row(self, case: cp.Case, schedule: Schedule, one: cp.Case) -> dict[str, Any]:
         found, single = self._found[case.key], self._found[one.key]
@@ -272,6 +290,10 @@ class Replay:
             return dataclasses.asdict(found)
         row = cp.plan_of_schedule(schedule) | {"efficiency_bound": schedule.efficiency_bound} | found
         row |= summary(schedule, found, self.settings.links)
+        problem = case.spec.problem()
+        for which in PASSES:
+            spent = case.world * row[which]["compute"]
+            row[which]["rate"] = problem.flops(which) / spent if spent else 0.0
         row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked.get(_check_key(case), {}),
                 "ranks_per_step": self.settings.ranks, "timer": self.timer}
         wrong = over_limit(found["spot_errors"], case.spec.dtype)
@@ -355,7 +377,8 @@ def line(row: dict[str, Any]) -> str:
     """A row in one line of text."""
     if row["status"] != "ok":
         return f"{row['key']}: {row['status']}: {row['reason'][:160]}"
-    text = "  ".join(f"{which} {row[which]['compute'] * 1e3:.2f} ms" for which in PASSES)
+    text = "  ".join(f"{which} {row[which]['compute'] * 1e3:.2f} ms {row[which]['rate'] / 1e12:.3g} TFLOP/s a rank"
+                     for which in PASSES)
     if "efficiency" in row:
         alone, linked = (row["efficiency"][label]["both"] for label in ("compute", "predicted"))
         text += f"  E {alone:.3f} (with links {linked:.3f})"

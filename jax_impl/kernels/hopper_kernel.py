@@ -21,6 +21,7 @@ from workload.problem import AttentionProblem
 HEAD_DIMS = (64, 128)
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a thread block of these kernels fills one
 MANY_BLOCKS = 4096  # with more key tiles than this the tail of a run is short whatever the mask
+FEW_HEADS = 4  # kv heads of all batch entries
 BLOCK_STEPS = 2.5  # what a block's start and end cost, in steps
 
 
@@ -68,12 +69,15 @@ def heads_split(problem: AttentionProblem, by_key: IntervalMask, tiles: Backward
     """Thread blocks among which the query heads of a key tile are divided, so that none outlasts all others.
 
     The least power of two after which list scheduling, heaviest first, ends within a twentieth of the best one's end.
-    A shard's mask ("custom") is not divided: ranks share one program, so it must not depend on the intervals.
+    Ranks share one program, so that of a shard's mask ("custom") must not depend on the intervals: two blocks where
+    few kv heads leave few blocks, of which the last can end at twice the mean (a head exchange, long documents).
     """
     group, copies = problem.group, problem.batch * problem.kv_heads
     options = [n for n in (1, 2, 4, 8) if group % n == 0]
     key_tiles = -(-problem.kv_len // tiles.row_tokens)
-    if problem.mask.name == "custom" or len(options) == 1 or key_tiles * copies > MANY_BLOCKS:
+    if problem.mask.name == "custom":
+        return 2 if 2 in options and copies < FEW_HEADS else 1
+    if len(options) == 1 or key_tiles * copies > MANY_BLOCKS:
         return 1
     runs = by_key.tile_runs(tiles.row_tokens, tiles.columns)
     steps = np.sort(runs.full_count + 1.3 * runs.partial_count)[::-1]  # a partial tile costs an element test more

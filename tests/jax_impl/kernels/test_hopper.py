@@ -162,7 +162,9 @@ def test_heads_are_split_where_a_few_key_tiles_outlast_the_rest():
     assert split(shared) == 2 and split(masks.causal(8192, 8192)) == 1
     assert split(shared, kv_heads=64) == 1  # one query head a kv head
     assert split(masks.causal(8192, 8192), kv_heads=1) > 1  # 64 key tiles for 132 processors
-    assert split(shared.restrict(np.arange(8192), np.arange(8192))) == 1  # ranks share one program
+    shards = [m.restrict(np.arange(8192), np.arange(8192)) for m in (shared, masks.causal(8192, 8192))]
+    assert [split(m) for m in shards] == [1, 1]  # ranks share one program, whatever their intervals
+    assert [split(m, kv_heads=2) for m in shards] == [2, 2]
 
 
 @pytest.mark.slow
