@@ -20,13 +20,18 @@ from bench.cases import STACKS, Case, ProblemSpec, differing
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
+SAME_SHAPE = 6
+
 
 def draw(seed: int, number: int, longest: int) -> ProblemSpec:
-    """Problem `number` of a seed: the same in every process."""
+    """Problem `number` of a seed: the same in every process. SAME_SHAPE problems in a row share what is compiled."""
+    of_shape = np.random.Generator(np.random.PCG64([seed, number // SAME_SHAPE, 1]))
+    seq_len = int(of_shape.integers(1, longest + 1))
+    q_len = 0 if of_shape.random() < 0.3 else int(of_shape.integers(1, longest + 1))
+    batch, kv_heads, group = (int(of_shape.integers(1, most + 1)) for most in (2, 3, 3))
+    head_dim = int(of_shape.choice([16, 32, 64, 72, 128]))
+    dtype = str(of_shape.choice(["float32", "bfloat16", "float16"]))
     rng = np.random.Generator(np.random.PCG64([seed, number]))
-    seq_len = int(rng.integers(1, longest + 1))
-    q_len = 0 if rng.random() < 0.3 else int(rng.integers(1, longest + 1))
-    kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     block = int(rng.choice([16, 64, 128]))
     share = float(np.round(rng.random(), 2))
     settings = differing(
@@ -36,9 +41,8 @@ def draw(seed: int, number: int, longest: int) -> ProblemSpec:
         sparse_block=block, sparse_minimum=max(1, min(block, seq_len, q_len or seq_len) // 2),
         density=float(rng.choice([0.1, 0.5, 1.0])),
         sparse_causal=bool(rng.random() < 0.5))
-    return ProblemSpec(
-        str(rng.choice(ALL_BUILDERS)), seq_len, q_len, int(rng.integers(1, 3)), kv_heads * group, kv_heads,
-        int(rng.choice([16, 32, 64, 72, 128])), str(rng.choice(["float32", "bfloat16"])), number, settings)
+    mask = str(rng.choice(ALL_BUILDERS))
+    return ProblemSpec(mask, seq_len, q_len, batch, kv_heads * group, kv_heads, head_dim, dtype, number, settings)
 
 
 def rows_of(spec: ProblemSpec, kernels: tuple[str, ...]) -> list[Case]:

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from parity.compare import errors, over_budget
 from parity.matrix import SHAPES
 
 BRIEF = Protocol(samples=5, seconds=0.1, warmups=5)
+GROUP = 8  # cells of one kernel and shape that a job takes at once: they share compilations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +111,14 @@ def throughput(cell: Cell, workers: engine.Workers, deadline: float) -> dict[str
 
 
 class Run:
-    """A run of jobs: the cells that are left, by kernel and shape, and where their rows go."""
+    """A run of jobs: the cells that are left, in groups of a kernel and a shape, and where their rows go."""
 
     def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float):
         groups: dict[tuple[str, str], list[Cell]] = {}
         for cell in left:
             groups.setdefault((cell.shape, cell.kernel), []).append(cell)
-        self._groups = collections.deque(_rotated(group, n) for n, group in enumerate(groups.values()))
+        parts = [part for group in groups.values() for part in itertools.batched(group, GROUP)]
+        self._groups = collections.deque(_rotated(part, n) for n, part in enumerate(parts))
         self._rows, self._problems, self._deadline = rows, problems, deadline
 
     def job(self, workers: engine.Workers) -> list[tuple[Cell, dict[str, Any]]]:
@@ -139,7 +142,7 @@ class Run:
                     self._rows.write(cell, row)
 
 
-def _rotated(group: list[Cell], n: int) -> list[Cell]:
+def _rotated(group: tuple[Cell, ...], n: int) -> tuple[Cell, ...]:
     """Jobs begin at different masks, so that they do not wait for one another's reference."""
     at = 2 * n % len(group)
     return group[at:] + group[:at]

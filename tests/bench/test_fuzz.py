@@ -8,10 +8,11 @@ from workload.problem import AttentionProblem
 
 
 def test_problems_are_drawn_from_their_number_alone():
-    drawn = [fuzz.draw(3, n, 200) for n in range(60)]
-    assert drawn == [fuzz.draw(3, n, 200) for n in range(60)]
-    assert len({spec.mask for spec in drawn}) > 9 and len({spec.dtype for spec in drawn}) == 2
+    drawn = [fuzz.draw(3, n, 200) for n in range(120)]
+    assert drawn == [fuzz.draw(3, n, 200) for n in range(120)]
+    assert len({spec.mask for spec in drawn}) > 9 and len({spec.dtype for spec in drawn}) == 3
     assert any(spec.q_len > spec.seq_len for spec in drawn) and any(spec.kv_heads < spec.q_heads for spec in drawn)
+    assert all(a.seq_len == b.seq_len and a.dtype == b.dtype for a, b in zip(drawn[::6], drawn[5::6], strict=True))
     assert all(isinstance(spec.problem(), AttentionProblem) for spec in drawn)
 
 
