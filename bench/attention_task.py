@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench import cases
+from bench.passes import passes_of
 from bench.timing import Protocol, Timing, measure
 from parity.compare import OF_PASS, errors, over_budget
 from parity.inputs import TENSORS, make_inputs, places, pool
@@ -22,6 +23,7 @@ from workload.problem import FLOPS_FORMULA
 TILE = 128  # side of the tiles whose waste a row tells
 SETS_BYTES = 1 << 30  # further input sets are made while they stay below this
 SETS = 2
+LONG = 0.01  # a pass of so many seconds does not feel the cache: one warm sample tells
 
 
 @functools.cache
@@ -88,20 +90,48 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def tunes(case: dict[str, Any]) -> bool:
+    """Whether `build` runs anything on the device."""
+    chosen = cases.from_record(case)
+    stack = stack_of(chosen.stack)
+    return stack.tunes(stack.kernel(chosen.kernel))
+
+
+def build(case: dict[str, Any]) -> None:
+    """Compiles ahead what the stack can compile without running the case; raises `Unsupported` where it cannot run."""
+    chosen = cases.from_record(case)
+    stack, problem = stack_of(chosen.stack), _problem(chosen.spec)
+    kernel = stack.kernel(chosen.kernel)
+    kernel.require(problem, _passes(chosen.which))
+    stack.build(kernel, problem, _passes(chosen.which))
+
+
 @dataclasses.dataclass
 class _Ready:
-    """A case built in a worker: its compiled pass on each input set, and what building cost."""
+    """A case built in a worker.
 
-    call: Any
+    Attributes:
+      compiled: its pass; arguments: those of each input set; first: its result on the first, until it is judged.
+      prepare_seconds, compile_seconds: what building cost; source: of the kernel.
+      output_moves: whether the second input set gave another result.
+    """
+
     compiled: Any
+    arguments: list[tuple]
+    first: Any
     prepare_seconds: float
     compile_seconds: float
     source: str
-    sets: int
     output_moves: bool
+
+    def call(self, n: int) -> Any:
+        """Runs the pass on input set n, modulo the sets there are; does not wait."""
+        return self.compiled(*self.arguments[n % len(self.arguments)])
 
 
 _held: dict[str, _Ready] = {}  # the last case built; parity asks for it again and again
+_saved: dict[Any, Any] = {}  # out and lse of the last forward pass judged: a backward pass of it may come next
+_prepared: dict[Any, Any] = {}  # the operands of the last mask, and how long they took
 
 
 def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
@@ -109,48 +139,59 @@ def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
         return _held[case.key]
     _held.clear()
     stack, problem = stack_of(case.stack), _problem(case.spec)
-    stack.release()
     kernel = stack.kernel(case.kernel)
     kernel.require(problem, _passes(case.which))
-    stack.prepare(kernel, problem)  # the first one also imports and compiles
-    began = time.perf_counter()
-    operands = stack.prepare(kernel, problem)
-    prepare_seconds = time.perf_counter() - began
+    origin = (case.stack, case.kernel, case.spec, inputs)
+    saved = _saved.get(origin)
+    _saved.clear()
+    stack.release()
+    operands, prepare_seconds = _operands(stack, kernel, case)
     sets = SETS if problem.bytes("backward") <= SETS_BYTES else 1
     tensors = [_inputs(case.stack, case.spec, n) for n in range(sets)]
     if inputs:
         restored = _restored(inputs)
         tensors[0] = tuple(stack.put(restored[name]) for name in TENSORS)
-
-    def forward(q, k, v, operands):
-        return kernel.forward(q, k, v, operands, problem.scale)
-
-    def backward(q, k, v, out, lse, dout, operands):
-        return kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
-
+    forward, backward = passes_of(kernel, problem.scale)
     arguments: list[tuple] = [(q, k, v, operands) for q, k, v, _ in tensors]
-    compiled, compile_seconds, first = stack.compile((case.kernel, "forward", problem.scale), forward, *arguments[0])
-    if case.which == "backward":
+    if case.which == "forward" or saved is None:
+        name = (case.kernel, "forward", problem.scale)
+        compiled, compile_seconds, first = stack.compile(name, forward, *arguments[0])
         saved = [first, *(compiled(*a) for a in arguments[1:])]
+    if case.which == "backward":
         arguments = [
             (q, k, v, *out_lse, dout, operands)
             for (q, k, v, dout), out_lse in zip(tensors, saved, strict=True)
         ]
-        compiled, compile_seconds, first = stack.compile(
-            (case.kernel, "backward", problem.scale), backward, *arguments[0])
-    head, other = (stack.take(x[0][:, :, :1]) for x in (first, compiled(*arguments[-1])))
+        name = (case.kernel, "backward", problem.scale)
+        compiled, compile_seconds, first = stack.compile(name, backward, *arguments[0])
+        other = compiled(*arguments[-1]) if sets > 1 else first
+    else:
+        _saved[origin], other = saved, saved[-1]
+    moves = sets == 1 or not problem.cells or not np.array_equal(*(stack.take(x[0][:, :, :1]) for x in (first, other)))
     ready = _Ready(
-        lambda n: compiled(*arguments[n % sets]), compiled, prepare_seconds, compile_seconds,
-        kernel.capability.source, sets, sets == 1 or not problem.cells or not np.array_equal(head, other),
-    )
+        compiled, arguments, first, prepare_seconds, compile_seconds, kernel.capability.source, moves)
     _held[case.key] = ready
     return ready
+
+
+def _operands(stack, kernel, case: cases.Case) -> tuple[Any, float]:
+    """The kernel's operands under the case's mask, and the seconds to make them."""
+    key = (case.stack, case.kernel, case.spec)
+    if key not in _prepared:
+        first = not any(known[:2] == key[:2] for known in _prepared)
+        _prepared.clear()
+        problem = _problem(case.spec)
+        if first:
+            stack.prepare(kernel, problem)  # also imports and compiles
+        began = time.perf_counter()
+        _prepared[key] = stack.prepare(kernel, problem), time.perf_counter() - began
+    return _prepared[key]
 
 
 def _inputs(stack_name: str, spec: cases.ProblemSpec, number: int) -> tuple:
     """q, k, v, dout on the device; the last shape's are kept, since all masks of a shape read the same."""
     problem, inputs = _problem(spec), spec.inputs(number)
-    found = places(problem, inputs)
+    found = places(problem.q_shape, problem.kv_shape, inputs)
     if (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1]) != _made.get("of"):
         _made.clear()
         _made["of"] = (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1])
@@ -198,7 +239,8 @@ def check(
     ready, problem = _build(chosen, inputs), _problem(chosen.spec)
     stack, sample = stack_of(chosen.stack), sample_of(problem)
     judged = Reference.load(reference, OF_PASS[chosen.which])
-    results = dict(zip(OF_PASS[chosen.which], ready.call(0), strict=True))
+    results = dict(zip(OF_PASS[chosen.which], ready.first or ready.call(0), strict=True))
+    ready.first = None
     got = {name: stack.take(sample.take(name, x, problem.group)) for name, x in results.items()}
     if keep:
         np.savez(keep, **got)
@@ -219,24 +261,27 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
     """
     chosen = cases.from_record(case)
     ready, stack = _build(chosen), stack_of(chosen.stack)
-    limits = Protocol(**protocol)
+    ready.first, limits = None, Protocol(**protocol)
     began = time.perf_counter()
     stack.finish(ready.call(0))
-    estimate = time.perf_counter() - began
-    cold = measure(stack.sampler(ready.call, True, estimate), limits)
+    sample = stack.sampler(ready.call, True, time.perf_counter() - began)
+    told = stack.watch_memory()
+    cold = measure(sample, limits)
     if brief:
         return {"seconds": cold.record()}
     return {
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
+        "peak_bytes": told(ready.compiled, ready.arguments[0]), "peak_method": stack.memory_method,
         "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu else None,
-        "peak_bytes": stack.peak_bytes(lambda: ready.call(0), ready.compiled), "peak_method": stack.memory_method,
-        "input_sets": ready.sets,
+        "input_sets": len(ready.arguments),
     }
 
 
 def _warm(stack, ready, cold: Timing, limits: Protocol) -> Timing:
-    short = dataclasses.replace(limits, samples=min(5, limits.samples), seconds=limits.seconds / 3)
-    return measure(stack.sampler(lambda n: ready.call(0), False, cold.median), short)
+    sample = stack.sampler(lambda n: ready.call(0), False, cold.median)
+    if cold.median > LONG:
+        return Timing((sample(0),))
+    return measure(sample, dataclasses.replace(limits, samples=min(5, limits.samples), seconds=limits.seconds / 3))
 
 
 def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python -m bench.dense --kernels=naive,sdpa --seqlens=1K,8K --out=out/dense.jsonl
     python -m bench.report out/dense.jsonl
 
+With --workers=8 eight processes of each stack build, compile and check side by side, and time one after another.
 One JSON line a row, written as it is made: a row is a kernel of a stack on a problem in one pass. A run that was
 interrupted goes on with --resume. A kernel that cannot run a row here, crashes, hangs or runs out of memory costs that
 row, which says why.

@@ -1,18 +1,21 @@
 """Runs cases through worker processes into a record file: refuse, check against the reference, time, write.
 
-Rows are grouped by problem, so the reference of a problem is computed once, by the judge's worker, and both stacks
-and all kernels are held to it. Nothing here imports JAX or PyTorch.
+The reference of a problem is computed once, by the judge's worker, and both stacks and all kernels are held to it.
+One worker a stack takes the rows one after another; several of them build and check side by side, and what is timed is
+timed alone (`bench/turns.py`). Nothing here imports JAX or PyTorch.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,13 @@ from rich.console import Console
 from bench import environment, records
 from bench.cases import STACKS, Case
 from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
+from bench.turns import Turns
 from bench.workers import Failure, Worker
 
 TASKS = "bench.attention_task"
 GPU_BACKENDS = ("gpu", "cuda")
+KEEPS_MEMORY = ("jax",)  # its allocator takes memory of the device for good
+RENEWED_BYTES = 16 << 30
 AGAIN_SECONDS = 1.0  # for a ceiling that a row is about to be rejected by
 
 
@@ -37,6 +43,9 @@ class Options:
       deadline: seconds a row may take, building and compiling included.
       memory: bytes a worker may hold privately, None for no limit.
       protocol: how long to time; timed: False checks only.
+      workers: processes of each stack.
+      patience: seconds a run of a pass may take, by the estimate from the same rows at a shorter length; a row above
+        is skipped. None for no limit.
       seconds: after which no further row is begun.
     """
 
@@ -46,6 +55,8 @@ class Options:
     memory: int | None = None
     protocol: Protocol = Protocol()
     timed: bool = True
+    workers: int = 1
+    patience: float | None = None
     seconds: float = math.inf
 
 
@@ -64,19 +75,25 @@ class Workers(contextlib.ExitStack):
     def __init__(self, memory: int | None = None, environ: Mapping[str, str] | None = None):
         super().__init__()
         self._memory, self._environ = memory, environ
-        self._held: dict[str, Worker] = {}
+        self._held: dict[tuple[str, int], Worker] = {}
         self._environment: dict[str, dict] = {}
+        self._lock = threading.Lock()
 
     def __getitem__(self, stack: str) -> Worker:
-        if stack not in self._held:
-            self._held[stack] = self.enter_context(Worker(stack, self._memory, self._environ))
-        return self._held[stack]
+        return self.of(stack, 0)
 
-    def start(self, stacks: Sequence[str], deadline: float) -> None:
-        """Starts workers at the same time: importing a stack takes seconds."""
-        workers = [(self[stack], stack) for stack in stacks]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: x[0].ask(f"{TASKS}:ready", deadline, stack=x[1]), workers))
+    def of(self, stack: str, number: int) -> Worker:
+        """A stack's worker by number; they are alike."""
+        with self._lock:
+            if (stack, number) not in self._held:
+                self._held[stack, number] = self.enter_context(Worker(stack, self._memory, self._environ))
+            return self._held[stack, number]
+
+    def start(self, stacks: Sequence[str], deadline: float, number: int = 1) -> None:
+        """Starts workers at the same time, `number` of each stack, of the judge one: importing takes seconds."""
+        workers = [self.of(stack, n) for stack in stacks for n in range(1 if stack == "judge" else number)]
+        with concurrent.futures.ThreadPoolExecutor(len(workers) or 1) as pool:
+            list(pool.map(lambda x: x.ask(f"{TASKS}:ready", deadline, stack=x.stack), workers))
 
     def environment(self, stack: str, deadline: float) -> dict[str, Any]:
         """Machine and stack versions of a row."""
@@ -104,15 +121,17 @@ class References:
     def __init__(self, workers: Workers, folder: Path, deadline: float):
         self._workers, self._folder, self._deadline = workers, folder, deadline
         self._found: dict[str, str | Failure] = {}
+        self._lock = threading.Lock()
 
     def of(self, case: Case) -> str | Failure:
         """The path of a problem's reference, or why there is none."""
         label = case.spec.label
-        if label not in self._found:
-            path = str(self._folder / f"{len(self._found)}.npz")
-            found = self._workers["judge"].ask(f"{TASKS}:reference", self._deadline, spec=case.record(), path=path)
-            self._found[label] = found if isinstance(found, Failure) else path
-        return self._found[label]
+        with self._lock:
+            if label not in self._found:
+                path = str(self._folder / f"{len(self._found)}.npz")
+                found = self._workers["judge"].ask(f"{TASKS}:reference", self._deadline, spec=case.record(), path=path)
+                self._found[label] = found if isinstance(found, Failure) else path
+            return self._found[label]
 
 
 class Ceilings:
@@ -166,41 +185,121 @@ def _failed(failure: Failure) -> dict[str, str]:
     return {"status": failure.status, "reason": failure.reason}
 
 
-def measure_case(
-    case: Case, workers: Workers, references: References, ceilings: Ceilings, options: Options
-) -> dict[str, Any]:
-    """One row: what became of a case."""
-    worker, fields = workers[case.stack], {"case": case.record()}
-    row = new_row(case.key, "attention", fields["case"], workers.environment(case.stack, options.deadline))
-    reason = worker.ask(f"{TASKS}:refuse", options.deadline, **fields)
-    if isinstance(reason, Failure):
-        return row | _failed(reason)
-    if reason:
-        return row | {"status": "unsupported", "reason": reason}
-    described = worker.ask(f"{TASKS}:describe", options.deadline, **fields)
-    if isinstance(described, Failure):
-        return row | _failed(described)
-    row |= described
-    reference = references.of(case)
-    if isinstance(reference, Failure):
-        return row | {"status": reference.status, "reason": f"the reference: {reference.reason}"}
-    checked = worker.ask(f"{TASKS}:check", options.deadline, reference=reference, **fields)
-    if isinstance(checked, Failure):
-        return row | _failed(checked)
-    wrong = checked.pop("wrong")
-    row |= checked
-    if wrong:
-        return row | {"status": "mismatch", "reason": "; ".join(wrong)}
-    if not options.timed:
-        return row
-    timed = worker.ask(
-        f"{TASKS}:clock", options.deadline, protocol=dataclasses.asdict(options.protocol), **fields
-    )
-    if isinstance(timed, Failure):
-        return row | _failed(timed)
-    row, dtype = row | timed, case.spec.dtype
-    rated = with_rates(row, ceilings.peak(dtype))
-    return rated if rated["status"] == "ok" else with_rates(row, ceilings.again(dtype))
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What the rows of a run share: the workers, the judge's references, the ceilings, whose turn it is, how to go."""
+
+    workers: Workers
+    references: References
+    ceilings: Ceilings
+    turns: Turns
+    options: Options
+
+    def measure(self, case: Case, number: int, skip: Callable[[dict], dict | None]) -> dict[str, Any]:
+        """One row: what became of a case in worker `number` of its stack.
+
+        Args:
+          skip: (the row so far, with its FLOPs) -> status and reason where the case is not to be run.
+        """
+        row = new_row(case.key, "attention", case.record(), self.workers.environment(case.stack, self.options.deadline))
+        try:
+            return self._measured(case, self._ask(case, number), row, skip)
+        except _Ended as ended:
+            return row | ended.fields
+
+    def _ask(self, case: Case, number: int) -> Callable[..., Any]:
+        """ask(task, ...) of the case's worker; raises `_Ended` where it fails."""
+        worker, record = self.workers.of(case.stack, number), case.record()
+
+        def ask(task, **arguments):
+            found = worker.ask(f"{TASKS}:{task}", self.options.deadline, case=record, **arguments)
+            if isinstance(found, Failure):
+                raise _Ended(_failed(found))
+            return found
+        return ask
+
+    def _measured(self, case, ask, row, skip) -> dict[str, Any]:
+        reason = ask("refuse")
+        if reason:
+            return row | {"status": "unsupported", "reason": reason}
+        row |= ask("describe")
+        skipped = skip(row)
+        if skipped:
+            return row | skipped
+        with self.turns.together() if ask("tunes") else contextlib.nullcontext():
+            ask("build")
+        try:
+            with self.turns.together():
+                row |= self._checked(case, ask)
+        except _Ended as ended:
+            if ended.fields["status"] != "out_of_memory" or self.options.workers == 1:
+                raise
+            with self.turns.alone():  # others' checks may have held what it needs
+                row |= self._checked(case, ask)
+        if not self.options.timed:
+            return row
+        with self.turns.alone():
+            row |= ask("clock", protocol=dataclasses.asdict(self.options.protocol))
+            rated = with_rates(row, self.ceilings.peak(case.spec.dtype))
+            return rated if rated["status"] == "ok" else with_rates(row, self.ceilings.again(case.spec.dtype))
+
+    def _checked(self, case, ask) -> dict[str, Any]:
+        """What the check adds to a row; raises `_Ended` where the case is wrong."""
+        reference = self.references.of(case)
+        if isinstance(reference, Failure):
+            raise _Ended({"status": reference.status, "reason": f"the reference: {reference.reason}"})
+        checked = ask("check", reference=reference)
+        wrong = checked.pop("wrong")
+        if wrong:
+            raise _Ended(checked | {"status": "mismatch", "reason": "; ".join(wrong)})
+        return checked
+
+
+class _Ended(Exception):
+    """A row that goes no further.
+
+    Attributes:
+      fields: its status and reason, and what else is known.
+    """
+
+    def __init__(self, fields: dict[str, Any]):
+        super().__init__(fields["reason"])
+        self.fields = fields
+
+
+class Shorter:
+    """What rows at shorter lengths say of a row: how long it will take, or that it will not fit either."""
+
+    def __init__(self, patience: float | None):
+        self._patience = patience
+        self._found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Takes a row's word."""
+        case = row["case"]
+        self._found.setdefault(_but_length(case), []).append((case["seq_len"], row))
+
+    def skip(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Status and reason where a row, with its FLOPs, is not to be run."""
+        case = row["case"]
+        shorter = [(n, x) for n, x in self._found.get(_but_length(case), ()) if n < case["seq_len"]]
+        if self._patience is None or not shorter:
+            return None
+        n, last = max(shorter, key=lambda x: x[0])
+        if last["status"] in ("out_of_memory", "timeout"):
+            return {"status": last["status"], "reason": f"not run: at {n:,} tokens {last['reason']}"}
+        seconds = last["seconds"]["median"] if last.get("seconds") else last.get("estimate")
+        if seconds is None:
+            return None
+        estimate = seconds * row["flops"] / max(1, last["flops"])
+        if estimate <= self._patience:
+            return None
+        return {"status": "skipped", "estimate": estimate, "reason": (
+            f"a run would take {estimate:.3g} s, going by {seconds:.3g} s at {n:,} tokens: above {self._patience:g} s")}
+
+
+def _but_length(case: dict[str, Any]) -> str:
+    return json.dumps({k: v for k, v in case.items() if k not in ("seq_len", "q_len")}, sort_keys=True)
 
 
 def with_rates(row: dict[str, Any], peak: float) -> dict[str, Any]:
@@ -252,8 +351,29 @@ def ordered(cases: Iterable[Case]) -> list[Case]:
         c.spec.seq_len, c.spec.mask != "full", came[c.spec.label], c.kernel, c.which != "forward", c.stack))
 
 
+def shares(cases: Sequence[Case], workers: int) -> list[list[tuple[int, Case]]]:
+    """Who measures what, as (number of the worker, case) lists, one a thread.
+
+    One worker a stack: all cases in one list, as they are ordered. Several: each takes the same kernels and masks at
+    every length, short ones first, so that what it compiled serves again, and a row finds those of shorter lengths.
+    """
+    if workers == 1:
+        return [[(0, case) for case in cases]]
+    out = []
+    for stack in sorted({case.stack for case in cases}):
+        mine = [case for case in cases if case.stack == stack]
+        kinds = sorted({(c.kernel, c.spec.mask != "full", c.spec.mask) for c in mine})
+        place = {kind: n * workers // len(kinds) for n, kind in enumerate(kinds)}
+        lists: list[list[tuple[int, Case]]] = [[] for _ in range(workers)]
+        for case in sorted(mine, key=lambda c: c.spec.seq_len):
+            number = place[case.kernel, case.spec.mask != "full", case.spec.mask]
+            lists[number].append((number, case))
+        out += [x for x in lists if x]
+    return out
+
+
 class Session(contextlib.ExitStack):
-    """A run that is open: its record file, workers, references and ceilings.
+    """A run that is open: its record file, workers, references and ceilings. Several threads may measure.
 
     Raises ValueError where the file holds rows and `options.resume` is false.
     """
@@ -264,27 +384,41 @@ class Session(contextlib.ExitStack):
         self.writer = self.enter_context(open_records(options))
         self.workers = self.enter_context(Workers(options.memory))
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="reference-"))
-        self.references = References(self.workers, Path(folder), options.deadline)
+        references = References(self.workers, Path(folder), options.deadline)
+        ceilings = Ceilings(self.workers, self.writer, STACKS, options)
+        self._bench = Bench(self.workers, references, ceilings, Turns(), options)
         self._seen: dict[tuple, float] = {}
-        self._ceilings: Ceilings | None = None
+        self._shorter = Shorter(options.patience)
+        self._lock = threading.Lock()
 
     def start(self, cases: Sequence[Case]) -> None:
         """Starts the workers that the cases need, measures the ceilings, reads the rates that the file has."""
         stacks = sorted({case.stack for case in cases})
-        self.workers.start([*stacks, "judge"] if cases else [], self.options.deadline)
-        self._ceilings = Ceilings(self.workers, self.writer, stacks, self.options)
+        self.workers.start([*stacks, "judge"] if cases else [], self.options.deadline, self.options.workers)
+        ceilings = Ceilings(self.workers, self.writer, stacks, self.options)
+        self._bench = dataclasses.replace(self._bench, ceilings=ceilings)
         for dtype in sorted({case.spec.dtype for case in cases}) if self.options.timed else ():
-            self._ceilings.peak(dtype)
+            ceilings.peak(dtype)
         for row in records.read(self.options.out):
             if row["kind"] == "attention":
                 flag(row, self._seen)
+                self._shorter.add(row)
 
-    def measure(self, case: Case) -> dict[str, Any]:
-        """Measures a case and writes its row."""
-        ceilings = self._ceilings or Ceilings(self.workers, self.writer, [case.stack], self.options)
-        row = flag(measure_case(case, self.workers, self.references, ceilings, self.options), self._seen)
-        self.writer.write(row)
+    def measure(self, case: Case, number: int = 0) -> dict[str, Any]:
+        """Measures a case in worker `number` of its stack and writes its row."""
+        row = self._bench.measure(case, number, self._shorter.skip)
+        with self._lock:
+            row = flag(row, self._seen)
+            self._shorter.add(row)
+            self.writer.write(row)
         return row
+
+    def renew(self, case: Case, number: int, last: dict[str, Any] | None) -> None:
+        """Ends a worker that may never give back what its last rows took, before it goes on to other shapes."""
+        if last is None or (last["case"]["kernel"], last["case"]["seq_len"]) == (case.kernel, case.spec.seq_len):
+            return
+        if self.options.workers > 1 and case.stack in KEEPS_MEMORY and (last.get("peak_bytes") or 0) > RENEWED_BYTES:
+            self.workers.of(case.stack, number).kill()
 
 
 def run(cases: Iterable[Case], options: Options, console: Console | None = None) -> list[dict[str, Any]]:
@@ -298,13 +432,31 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
         left = [case for case in todo if case.key not in session.writer.keys]
         console.print(f"{len(todo)} rows, {len(todo) - len(left)} of them done; records: {options.out}")
         session.start(left)
-        for number, case in enumerate(left, 1):
-            if time.monotonic() > until:
-                console.print(f"the time is up: {len(left) - number + 1} rows are left")
-                break
-            row = session.measure(case)
-            if row["status"] != "unsupported":
-                console.print(f"[{number}/{len(left)}] {line(row)}", markup=False)
+        counter, stopped = itertools.count(1), threading.Event()
+
+        def work(share):
+            last: dict[str, Any] = {}
+            for number, case in share:
+                if stopped.is_set() or time.monotonic() > until:
+                    return
+                session.renew(case, number, last.get(case.stack))
+                row, at = session.measure(case, number), next(counter)
+                if row.get("peak_bytes"):
+                    last[case.stack] = row
+                if row["status"] != "unsupported":
+                    console.print(f"[{at}/{len(left)}] {line(row)}", markup=False)
+
+        lists = shares(left, options.workers)
+        with concurrent.futures.ThreadPoolExecutor(len(lists) or 1) as threads:
+            try:
+                for done in [threads.submit(work, share) for share in lists]:
+                    done.result()
+            except BaseException:  # an interrupt: what the others have begun is still written
+                stopped.set()
+                raise
+        undone = len(left) - next(counter) + 1
+        if undone:
+            console.print(f"the time is up: {undone} rows are left")
     return records.read(options.out)
 
 

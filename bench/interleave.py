@@ -8,6 +8,7 @@ import numpy as np
 
 from bench import environment
 from bench.cases import ProblemSpec
+from bench.passes import passes_of
 from workload.problem import PASSES
 
 
@@ -41,12 +42,7 @@ def contender(stack, kernel_name: str, problem, which: str) -> Contender:
     q, k, v, dout = stack.random(problem)
     operands = stack.prepare(kernel, problem)
 
-    def forward(q, k, v, operands):
-        return kernel.forward(q, k, v, operands, problem.scale)
-
-    def backward(q, k, v, out, lse, dout, operands):
-        return kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
-
+    forward, backward = passes_of(kernel, problem.scale)
     arguments = (q, k, v, operands)
     run, _, first = stack.compile((kernel_name, "forward", problem.scale), forward, *arguments)
     if which == "backward":

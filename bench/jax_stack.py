@@ -13,14 +13,16 @@ import jaxlib
 import ml_dtypes
 import numpy as np
 
+from bench.passes import passes_of
 from bench.timing import difference_sampler, flushes_alone, wall_sampler
 from jax_impl import kernels
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
-BATCH_SECONDS = 4e-3  # a batch of the difference timer lasts about this long
-BATCHES = (4, 40)
+BATCH_SECONDS = 8e-3  # the runs of a batch of the difference timer last about this long
+BATCHES = (1, 24)
+TUNED = ("naive", "sdpa", "cudnn")
 
 
 class Stack:
@@ -107,7 +109,12 @@ class Stack:
     def compile(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float, Any]:
         """(callable, seconds of tracing and compiling, its first result); see `compile_ahead`."""
         compiled, seconds = self.compile_ahead(name, function, *arguments)
+        self._require_memory(compiled)
         return compiled, seconds, jax.block_until_ready(compiled(*arguments))
+
+    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int | None:
+        """Memory of the compiled program: its operands, results and temporaries."""
+        return _bytes(compiled)
 
     def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
         """(callable, seconds of tracing and compiling), without any work on the device; arguments may be shapes.
@@ -122,6 +129,13 @@ class Stack:
             compiled = jax.jit(function).lower(*arguments).compile()
             self._compiled[key] = compiled, time.perf_counter() - began
         return self._compiled[key]
+
+    def _require_memory(self, compiled) -> None:
+        """Raises MemoryError where a program needs more than this process may take, before it takes any."""
+        need, limits = _bytes(compiled), jax.devices()[0].memory_stats() if self.on_gpu else None
+        if need and limits and need > limits["bytes_limit"]:
+            raise MemoryError(f"the program needs {need / 2**30:.1f} GiB, a process may take "
+                              f"{limits['bytes_limit'] / 2**30:.1f} GiB of the device")
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU by differences, see `bench.timing.difference_sampler`.
@@ -147,12 +161,29 @@ class Stack:
             return held[0]
         return flush
 
-    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int | None:
-        """Memory of the compiled program: its operands, results and temporaries."""
-        found = compiled.memory_analysis()  # type: ignore[attr-defined]
-        if found is None:
-            return None
-        return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    def watch_memory(self) -> Callable[[Callable, Any], int | None]:
+        """What it returns tells the memory of a compiled pass, as `peak_bytes` does; nothing is to be watched."""
+        return lambda compiled, arguments: _bytes(compiled)
+
+    def build(self, kernel, problem: AttentionProblem, passes: Sequence[str]) -> None:
+        """Compiles a kernel's passes for a problem; its operands are prepared on the host, for their shapes alone."""
+        operands = kernel.prepare(problem, jax.local_devices(backend="cpu")[0])
+        operands = jax.tree.map(lambda x: self.shape(x.shape, x.dtype), operands)
+        q, k, v, dout = (self.shape(s, problem.dtype) for s in (
+            problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape))
+        forward, backward = passes_of(kernel, problem.scale)
+        arguments = (q, k, v, operands)
+        compiled, _ = self.compile_ahead((kernel.name, "forward", problem.scale), forward, *arguments)
+        self._require_memory(compiled)
+        if "backward" in passes:
+            saved = jax.eval_shape(forward, *arguments)
+            arguments = (q, k, v, *saved, dout, operands)
+            compiled, _ = self.compile_ahead((kernel.name, "backward", problem.scale), backward, *arguments)
+            self._require_memory(compiled)
+
+    def tunes(self, kernel) -> bool:
+        """Whether `build` runs anything on the device: XLA tries its products and cuDNN's plans there."""
+        return self.on_gpu and kernel.name in TUNED
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""
@@ -168,6 +199,14 @@ class Stack:
 
     def release(self) -> None:
         """Gives unused memory back: live buffers are dropped with their last reference, nothing else to do."""
+
+
+def _bytes(compiled) -> int | None:
+    """Operands, results and temporaries of a compiled program."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
 @functools.partial(jax.jit, static_argnums=2)

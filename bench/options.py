@@ -90,6 +90,10 @@ def define_run(out: str, deadline: float = 180.0) -> None:
     flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     define_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
     flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
+    flags.DEFINE_integer("workers", 1, "Processes of each stack, which build and check side by side and time alone.",
+                         lower_bound=1)
+    define_float("patience", 0.0, "Seconds that one run of a pass may take, by the estimate from the same row at a "
+                 "shorter length; a row above is skipped and says so. 0 for no limit.", lower_bound=0)
 
 
 def define_measuring(out: str, deadline: float) -> None:
@@ -157,4 +161,5 @@ def options(values: flags.FlagValues) -> Options:
     """How the run goes, from the flags."""
     return Options(
         Path(values.out), values.resume, values.deadline, int(values.memory_gib * 2**30) or None,
-        Protocol(samples=values.samples, least=min(3, values.samples), seconds=values.seconds))
+        Protocol(samples=values.samples, least=min(3, values.samples), seconds=values.seconds),
+        workers=values.workers, patience=values.patience or None)

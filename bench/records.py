@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-STATUSES = ("ok", "unsupported", "out_of_memory", "mismatch", "error", "timeout")
+STATUSES = ("ok", "unsupported", "out_of_memory", "mismatch", "error", "timeout", "skipped")
 NEEDED = ("key", "kind", "case", "status", "reason", "environment")
 
 

@@ -1,5 +1,6 @@
 """The bench's view of the PyTorch stack, inside a worker; its twin is bench/jax_stack.py."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -28,7 +29,8 @@ class Stack:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.on_gpu = self.device == "cuda"
         self.timer = "CUDA events around each call" if self.on_gpu else "wall time"
-        self.memory_method = "torch.cuda.max_memory_allocated" if self.on_gpu else "peak resident set of the process"
+        self.memory_method = (
+            "most allocated by torch, operands included" if self.on_gpu else "peak resident set of the process")
 
     def environment(self) -> dict[str, Any]:
         """Versions and device of this stack."""
@@ -108,6 +110,19 @@ class Stack:
         self.finish()
         return run, time.perf_counter() - began, first
 
+    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int:
+        """Most memory held while the call runs, whatever else the process holds included."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            result = call()
+            self.finish()
+            del result
+            return torch.cuda.max_memory_allocated()
+        told = self.watch_memory()
+        result = call()
+        del result
+        return told(compiled, ())
+
     def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
         """(callable, 0.0): nothing is compiled before the first call."""
         del name, arguments  # its compilers keep their own caches
@@ -140,18 +155,24 @@ class Stack:
     def _flush_buffer(self):
         return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
 
-    def peak_bytes(self, call: Callable[[], Any], compiled: Callable) -> int:
-        """Most memory held while the call runs, its operands included."""
+    def watch_memory(self) -> Callable[[Callable, Any], int]:
+        """Begins to watch; what it returns tells, of a compiled pass and its arguments, the most held since by both."""
         if self.on_gpu:
+            before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            result = call()
-            self.finish()
-            del result
-            return torch.cuda.max_memory_allocated()
+            return lambda compiled, arguments: torch.cuda.max_memory_allocated() - before + _bytes(arguments, set())
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident set
-        result = call()
-        del result
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+        return lambda compiled, arguments: (
+            int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10)
+
+    def build(self, kernel, problem: AttentionProblem, passes: Sequence[str]) -> None:
+        """Compiles what a kernel can compile without the device; the rest is compiled at its first call."""
+        if self.on_gpu and kernel.compile_ahead:
+            kernel.compile_ahead(problem, torch.device("cuda", torch.cuda.current_device()), passes)
+
+    def tunes(self, kernel) -> bool:
+        """Whether `build` runs anything on the device."""
+        return False
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""
@@ -168,6 +189,18 @@ class Stack:
         """Gives unused memory back, so that the other stack's worker on the same card can have it."""
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+
+def _bytes(x: Any, seen: set[int]) -> int:
+    """Bytes of all tensors in nested tuples and dataclasses, shared storage once."""
+    if isinstance(x, torch.Tensor):
+        storage = x.untyped_storage()
+        known = storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        return 0 if known else storage.nbytes()
+    if dataclasses.is_dataclass(x):
+        x = [getattr(x, f.name) for f in dataclasses.fields(x)]
+    return sum(_bytes(y, seen) for y in x) if isinstance(x, tuple | list) else 0
 
 
 def set_threads() -> None:

@@ -24,14 +24,18 @@ def failure_of(problem: BaseException) -> dict[str, str]:
 
 
 def answer(line: str) -> dict:
-    """The answer to one request: {"value": ...} or {"failure": {"status": ..., "reason": ...}}."""
+    """The answer to one request: {"value": ...} or {"failure": {"status": ..., "reason": ...}, "clean": ...}.
+
+    A failure is clean where nothing of it outlives the call: a refusal, or an allocation that did not come about.
+    """
     request = json.loads(line)
     module, _, name = request["task"].partition(":")
     try:
         return {"value": getattr(importlib.import_module(module), name)(**request["arguments"])}
     except Exception as problem:  # whatever a kernel raises is a row, and the traceback is in the worker's log
         traceback.print_exc()
-        return {"failure": failure_of(problem)}
+        clean = isinstance(problem, Unsupported | MemoryError) or type(problem).__name__ == "OutOfMemoryError"
+        return {"failure": failure_of(problem), "clean": clean}
 
 
 def main(read_from: int, write_to: int, memory: int) -> None:

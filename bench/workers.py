@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,8 @@ class Failure:
 class Worker:
     """One process of a stack ("jax", "torch" or "judge"); started when first asked, again after it died.
 
+    Several threads may ask: one is answered after another.
+
     Attributes:
       stack: which.
       memory: bytes of private memory it may hold, None for no limit (a GPU's driver reserves far more than it uses).
@@ -47,6 +50,7 @@ class Worker:
         self.memory = memory
         self.environ = dict(environ or {})
         self.starts = 0
+        self._asking = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._ask = self._answer = -1
         self._log: Any = None
@@ -59,6 +63,10 @@ class Worker:
           deadline: seconds; then the worker and all its children are killed.
           arguments: JSON values.
         """
+        with self._asking:
+            return self._asked(task, deadline, arguments)
+
+    def _asked(self, task, deadline, arguments) -> Any:
         try:
             self._start()
             os.write(self._ask, json.dumps({"task": task, "arguments": arguments}).encode() + b"\n")
@@ -72,10 +80,9 @@ class Worker:
             return self._died()
         answer = json.loads(line)
         if "failure" in answer:
-            failure = Failure(**answer["failure"])
-            if failure.status != "unsupported":
-                self.kill()  # a device error or a full memory may outlive the call
-            return failure
+            if not answer["clean"]:
+                self.kill()  # a device error may outlive the call
+            return Failure(**answer["failure"])
         return answer["value"]
 
     def kill(self) -> None:

@@ -54,12 +54,13 @@ def widened(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
-def places(problem: AttentionProblem, spec: InputSpec) -> dict[str, tuple[int, tuple[int, ...]]]:
+def places(
+    q_shape: tuple[int, ...], kv_shape: tuple[int, ...], spec: InputSpec
+) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Where in the pool q, k, v and dout begin, and their shapes, [batch, seq, heads, head_dim]."""
-    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
     return {
         name: ((place * (POOL // 4) + spec.number * 104_729) % POOL, shape)
-        for place, (name, shape) in enumerate(zip(TENSORS, shapes, strict=True))
+        for place, (name, shape) in enumerate(zip(TENSORS, (q_shape, kv_shape, kv_shape, q_shape), strict=True))
     }
 
 
@@ -73,4 +74,4 @@ def tiled(draws: np.ndarray, offset: int, shape: tuple[int, ...]) -> np.ndarray:
 def make_inputs(problem: AttentionProblem, spec: InputSpec) -> dict[str, np.ndarray]:
     """q, k, v, dout in [batch, seq, heads, head_dim], standard normal, as `stored`."""
     draws = pool(spec.seed, problem.dtype)
-    return {name: tiled(draws, *place) for name, place in places(problem, spec).items()}
+    return {name: tiled(draws, *place) for name, place in places(problem.q_shape, problem.kv_shape, spec).items()}

@@ -2,39 +2,52 @@
 
 Up to `NUMPY_CELLS` logits (2K tokens of eight heads) the reference is `workload.oracle` on all heads; above, a float64
 computation of its own (`chunked`), on the GPU where there is one, on the first and the last kv head (and all query
-heads of their groups) of the first batch entry. The naive run that sets the budget is the same chunked computation in
+heads of their groups) of the first batch entry; above `WHOLE_CELLS` a head, at some rows and keys of these
+(`parity.spots`). The naive run that sets the budget is the same chunked computation in
 the problem's dtype: products of operands in that dtype summed in float32, P and dS rounded before they are multiplied,
 results rounded.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
 from parity.budgets import budgets
 from parity.compare import RESULTS
-from parity.inputs import InputSpec, make_inputs, widened
+from parity.inputs import InputSpec, make_inputs, places, pool, tiled, widened
+from parity.spots import spot_results
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 
 NUMPY_CELLS = 1 << 25
+WHOLE_CELLS = 1 << 26  # logits of a head of which every row and key is judged: 8K tokens
+BOTH_HEADS_CELLS = 1 << 33  # logits of both kv heads' groups; above, the last kv head alone is judged
+SPOT_ROWS, SPOT_KEYS = 256, 128
 ROWS = 2048  # query rows of a chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Which part of a problem is judged: batch entries and kv heads, with all query heads of those."""
+    """Which part of a problem is judged.
+
+    Attributes:
+      batch, kv_heads: batch entries and kv heads, with all query heads of those.
+      rows, keys: query rows (of out, lse, dq) and keys (of dk, dv); None for all.
+    """
 
     batch: tuple[int, ...]
     kv_heads: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
 
     def q_heads(self, group: int) -> list[int]:
         """The query heads of the kv heads."""
         return [h * group + g for h in self.kv_heads for g in range(group)]
 
-    def take(self, name: str, x, group: int):
-        """The sampled part of a tensor or a result, by its name; works on arrays of any stack."""
+    def heads(self, name: str, x, group: int):
+        """The sampled heads of a tensor or a result, by its name; works on arrays of any stack."""
         heads = self.q_heads(group) if name in ("q", "out", "dout", "dq", "lse") else list(self.kv_heads)
         axis = 1 if name == "lse" else 2
         if len(self.batch) == x.shape[0] and len(heads) == x.shape[axis]:
@@ -43,16 +56,35 @@ class Sample:
         x = x[: len(self.batch)]
         return x[:, at] if axis == 1 else x[:, :, at]
 
+    def take(self, name: str, x, group: int):
+        """The sampled part of a result, by its name; works on arrays of any stack."""
+        places = self.keys if name in ("dk", "dv") else self.rows
+        if places is None:
+            return self.heads(name, x, group)
+        at = np.array(places)
+        return self.heads(name, x, group)[:, :, at] if name == "lse" else self.heads(name, x[:, at], group)
+
 
 def _small(problem: AttentionProblem) -> bool:
     return problem.batch * problem.q_heads * problem.q_len * problem.kv_len <= NUMPY_CELLS
 
 
 def sample_of(problem: AttentionProblem) -> Sample:
-    """All of a small problem, else the first and last kv head of the first batch entry."""
+    """All of a small problem, else the first and last kv head of the first batch entry; of a long one some rows."""
     if _small(problem):
         return Sample(tuple(range(problem.batch)), tuple(range(problem.kv_heads)))
-    return Sample((0,), tuple(sorted({0, problem.kv_heads - 1})))
+    heads, cells = tuple(sorted({0, problem.kv_heads - 1})), problem.q_len * problem.kv_len
+    if cells <= WHOLE_CELLS:
+        return Sample((0,), heads)
+    if cells * problem.group * len(heads) > BOTH_HEADS_CELLS:
+        heads = heads[-1:]
+    return Sample((0,), heads, _some(problem.q_len, SPOT_ROWS), _some(problem.kv_len, SPOT_KEYS))
+
+
+def _some(length: int, count: int) -> tuple[int, ...]:
+    """The first, the last and some further places, ascending; the same ones whenever they are asked for."""
+    drawn = np.random.default_rng(length).integers(0, length, count)
+    return tuple(int(n) for n in np.unique([0, length - 1, *drawn]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,9 +113,17 @@ class Reference:
 
 def reference_of(problem: AttentionProblem, spec: InputSpec) -> Reference:
     """Reference and budget of a problem on its inputs; imports PyTorch, uses its GPU if there is one."""
-    made, sample = make_inputs(problem, spec), sample_of(problem)
-    taken = {name: sample.take(name, x, problem.group) for name, x in made.items()}
+    sample = sample_of(problem)
     head_of = _mask_heads(problem, sample)
+    if sample.rows is not None:
+        taken = _long_inputs(problem.q_shape, problem.kv_shape, problem.dtype, spec, sample)
+        exact, naive = spot_results(taken, problem.mask, head_of, problem.scale, problem.dtype,
+                                    np.array(sample.rows), np.array(sample.keys))
+        heads = ", ".join(map(str, sample.kv_heads))
+        oracle = f"float64, batch 0, kv heads {heads}, {len(sample.rows)} rows, {len(sample.keys or ())} keys"
+        return Reference(exact, budgets(naive, exact), oracle)
+    made = make_inputs(problem, spec)
+    taken = {name: sample.heads(name, x, problem.group) for name, x in made.items()}
     naive = chunked(taken, problem.mask, head_of, problem.scale, problem.dtype)
     if _small(problem):
         q, k, v, dout = (widened(made[name]) for name in ("q", "k", "v", "dout"))
@@ -94,6 +134,16 @@ def reference_of(problem: AttentionProblem, spec: InputSpec) -> Reference:
         exact = chunked(taken, problem.mask, head_of, problem.scale, "float64")
         oracle = f"chunked float64, batch 0, kv heads {', '.join(map(str, sample.kv_heads))}"
     return Reference(exact, budgets(naive, exact), oracle)
+
+
+@functools.lru_cache(maxsize=1)
+def _long_inputs(q_shape, kv_shape, dtype: str, spec: InputSpec, sample: Sample) -> dict[str, np.ndarray]:
+    """The sampled heads of a long problem's inputs: all masks of a shape read the same."""
+    group = q_shape[2] // kv_shape[2]
+    return {
+        name: np.ascontiguousarray(sample.heads(name, tiled(pool(spec.seed, dtype), offset, shape), group))
+        for name, (offset, shape) in places(q_shape, kv_shape, spec).items()
+    }
 
 
 def _mask_heads(problem: AttentionProblem, sample: Sample) -> list[int]:

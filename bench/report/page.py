@@ -30,7 +30,8 @@ figcaption { font-size: 12px; color: var(--soft); overflow-wrap: anywhere; } svg
 .pair { display: flex; flex-wrap: wrap; column-gap: 2.5rem; align-items: flex-start; } .pair > div { min-width: 0;
   max-width: 100%; } details { margin: .8rem 0; } summary { cursor: pointer; }
 """
-STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note"}
+STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note",
+                "skipped": "note"}
 
 
 def esc(x) -> str:

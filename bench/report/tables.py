@@ -12,6 +12,7 @@ from bench.report.aggregate import Entry
 
 SHORT = {
     "unsupported": "–", "out_of_memory": "memory", "mismatch": "WRONG", "error": "ERROR", "timeout": "timeout",
+    "skipped": "skipped",
 }
 
 

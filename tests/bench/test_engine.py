@@ -29,7 +29,8 @@ def dense(*flags, **more):
 
 def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
     out = tmp_path / "r.jsonl"
-    wanted = ["--stack=torch", "--kernels=naive,sdpa", "--masks=full,causal", "--seqlens=40,50", f"--out={out}"]
+    wanted = ["--stack=torch", "--kernels=naive,sdpa", "--masks=full,causal", "--seqlens=40,50", "--workers=2",
+              f"--out={out}"]
     run = dense(*wanted)
     until = time.monotonic() + 120
     while len(records.read(out)) < 5 and time.monotonic() < until:
@@ -54,7 +55,7 @@ def test_no_row_is_begun_after_the_time_is_up(tmp_path, monkeypatch, capsys):
         def start(self, cases):
             pass
 
-        def measure(self, case):
+        def measure(self, case, number=0):
             time.sleep(0.3)
             row = engine.new_row(case.key, "attention", case.record(), {})
             self.writer.write(row)
@@ -115,8 +116,12 @@ def test_rows_say_what_they_measured(tmp_path):
 FAULTS = {1: ("killed", "error"), 2: ("hang", "timeout"), 3: ("exhaust", "out_of_memory")}
 
 
-def test_a_fault_costs_one_row(tmp_path, monkeypatch):
-    """Killed -9, hung, out of memory: the faults happen in real workers, in place of the check of a seed's case."""
+@pytest.mark.parametrize("masks", [("causal_document",), ("causal_document", "full_document")])
+def test_a_fault_costs_one_row(masks, tmp_path, monkeypatch):
+    """Killed -9, hung, out of memory: the faults happen in real workers, in place of the check of a seed's case.
+
+    With several workers each has faults of its own, and memory that is short beside others is asked for once more.
+    """
     asked = engine.Worker.ask
 
     def ask(worker, name, deadline, **arguments):
@@ -127,11 +132,15 @@ def test_a_fault_costs_one_row(tmp_path, monkeypatch):
         return asked(worker, name, deadline, **arguments)
 
     monkeypatch.setattr(engine.Worker, "ask", ask)
-    run = [Case("torch", "naive", "forward", dataclasses.replace(SPEC, seed=seed)) for seed in (1, 2, 3, 4)]
-    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", timed=False, memory=3 << 30))
-    assert [(row["case"]["seed"], row["status"]) for row in rows] == [
-        *((seed, status) for seed, (_, status) in FAULTS.items()), (4, "ok")]
-    assert "signal 9" in rows[0]["reason"] and "within 6 s" in rows[1]["reason"]
+    run = [Case("torch", "naive", "forward", dataclasses.replace(SPEC, mask=mask, seed=seed))
+           for mask in masks for seed in (1, 2, 3, 4)]
+    options = engine.Options(tmp_path / "r.jsonl", timed=False, memory=3 << 30, workers=len(masks))
+    rows = engine.run(run, options)
+    for mask in masks:
+        mine = [row for row in rows if row["case"]["mask"] == mask]
+        assert [(row["case"]["seed"], row["status"]) for row in mine] == [
+            *((seed, status) for seed, (_, status) in FAULTS.items()), (4, "ok")]
+        assert "signal 9" in mine[0]["reason"] and "within 6 s" in mine[1]["reason"]
 
 
 def test_a_wrong_kernel_is_a_mismatch_and_is_not_timed(tmp_path, monkeypatch):

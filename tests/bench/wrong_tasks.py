@@ -4,7 +4,17 @@ import dataclasses
 import functools
 
 from bench import attention_task
-from bench.attention_task import ceiling, clock, describe, environment, ready, reference, refuse  # noqa: F401
+from bench.attention_task import (  # noqa: F401
+    build,
+    ceiling,
+    clock,
+    describe,
+    environment,
+    ready,
+    reference,
+    refuse,
+    tunes,
+)
 
 
 def check(case, **arguments):

@@ -63,6 +63,34 @@ def test_a_sample_is_that_part_of_the_whole(spec, monkeypatch):
     assert max(errors(part.results, taken).values()) < 1e-13
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.mask)
+def test_spots_are_those_rows_and_keys_of_the_whole(spec, monkeypatch):
+    problem = spec.problem()
+    whole = reference_of(problem, spec.inputs())
+    for name, value in (("NUMPY_CELLS", 1), ("WHOLE_CELLS", 1), ("SPOT_ROWS", 9), ("SPOT_KEYS", 5)):
+        monkeypatch.setattr(f"parity.reference.{name}", value)
+    monkeypatch.setattr("parity.spots.ROWS", 32)
+    for most, heads in ((1 << 33, 2), (1, 1)):
+        monkeypatch.setattr("parity.reference.BOTH_HEADS_CELLS", most)
+        sample, part = sample_of(problem), reference_of(problem, spec.inputs())
+        assert len(sample.kv_heads) == min(heads, problem.kv_heads) and 2 < len(sample.rows) < problem.q_len
+        taken = {name: sample.take(name, x, problem.group) for name, x in whole.results.items()}
+        assert max(errors(part.results, taken).values()) < 1e-13
+        assert part.oracle == (f"float64, batch 0, kv heads {', '.join(map(str, sample.kv_heads))}, "
+                               f"{len(sample.rows)} rows, {len(sample.keys)} keys")
+
+
+def test_budgets_of_spots_are_those_of_whole_heads(monkeypatch):
+    """The naive run at some rows and keys loses what the naive run of all of them loses."""
+    problem = ProblemSpec("causal_document", 300, 300, 1, 4, 2, 64, "bfloat16", 3).problem()
+    monkeypatch.setattr("parity.reference.NUMPY_CELLS", 1)
+    whole = reference_of(problem, InputSpec())
+    monkeypatch.setattr("parity.reference.WHOLE_CELLS", 1)
+    spots = reference_of(problem, InputSpec())
+    for name in RESULTS:
+        assert 0.5 < spots.budget[name] / whole.budget[name] < 2, name
+
+
 def test_a_half_type_has_a_larger_budget(tmp_path):
     problem = ProblemSpec("causal", 60, 60, 1, 2, 1, 32, "bfloat16").problem()
     half = reference_of(problem, InputSpec())

@@ -24,6 +24,8 @@ class Kernel:
       forward: (q, k, v, operands, scale, *, out_dtype=None) -> (out, lse).
       backward: (q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None) -> (dq, dk, dv).
       available: None where it runs on this machine, else the reason.
+      compile_ahead: (problem, device, passes) -> None, compiles what the passes need and launches nothing; None where
+        the compiler runs at a first call alone.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Kernel:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
     available: Callable[[], str | None] = _always
+    compile_ahead: Callable[..., None] | None = None
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
         """Why it cannot run this problem here: the machine's reason first, then the argument's."""

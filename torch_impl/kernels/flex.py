@@ -19,7 +19,7 @@ from torch_impl.kernels.walks import ragged_runs
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask, visible
-from workload.problem import AttentionProblem
+from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex"
 BLOCK = 128
@@ -158,8 +158,32 @@ def compiles() -> int:
 def _run(traced, scale, operands, *tensors):
     """Runs a traced function through Inductor."""
     tensors = (*tensors, *operands.bounds, *operands.lists)
-    signature = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
-    return _compiled(traced, scale, operands.form, signature)(*tensors)
+    return _compiled(traced, scale, operands.form, _signature(tensors, tensors[0].device))(*tensors)
+
+
+def _signature(tensors, device) -> tuple:
+    """What a program is compiled for: shape, stride and dtype of each tensor, and the device."""
+    return tuple((tuple(x.shape), x.stride(), x.dtype, device) for x in tensors)
+
+
+def compile_ahead(problem: AttentionProblem, device: torch.device, passes=PASSES) -> None:
+    """Compiles the programs of a problem's passes for a GPU, named with its index; launches nothing."""
+    compile_operands(prepare(problem), problem, device, passes)
+
+
+def compile_operands(operands: FlexOperands, problem: AttentionProblem, device: torch.device, passes) -> None:
+    """As `compile_ahead`, for operands on the host: what counts is their shapes."""
+    if not problem.q_len or not problem.kv_len:
+        return
+    dtype = getattr(torch, problem.dtype)
+    q, k, v = (torch.empty(s, dtype=dtype, device="meta").transpose(1, 2)
+               for s in (problem.q_shape, problem.kv_shape, problem.kv_shape))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
+    tensors = {"forward": (q, k, v), "backward": (q, k, v, q, lse, q)}
+    for which in passes:
+        traced = {"forward": _traced_forward, "backward": _traced_backward}[which]
+        signature = _signature((*tensors[which], *operands.bounds, *operands.lists), device)
+        _compiled(traced, problem.scale, operands.form, signature)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -207,4 +231,5 @@ KERNEL = Kernel(
     prepare,
     forward,
     backward,
+    compile_ahead=compile_ahead,
 )

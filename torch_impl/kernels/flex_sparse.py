@@ -58,6 +58,11 @@ def _partial_and_full(lists: TileLists, repeats: int) -> list[torch.Tensor]:
     return [x.repeat_interleave(repeats, dim=0)[None].contiguous() for x in arrays]
 
 
+def compile_ahead(problem: AttentionProblem, device: torch.device, passes=PASSES) -> None:
+    """As of `flex`."""
+    flex.compile_operands(prepare(problem), problem, device, passes)
+
+
 class Blocks(UniformBlocks):
     """The base's checks, and that the operator's backward kernel has a tile that divides the blocks."""
 
@@ -75,4 +80,5 @@ KERNEL = Kernel(
     prepare,
     flex.forward,
     flex.backward,
+    compile_ahead=compile_ahead,
 )

@@ -5,10 +5,12 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_impl import kernels
 from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, walks
 from workload import masks
+from workload.block_masks import uniform_block
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 from workload.tiles import FULL, PARTIAL
@@ -159,3 +161,28 @@ def test_flex_compiles_once_for_each_shape_and_pass():
         out, lse = kernel.forward(q, k, v, operands, 0.1)
         kernel.backward(q, k, v, out, lse, q, operands, 0.1)
     assert flex.compiles() == before + 2
+
+
+@pytest.mark.parametrize("name, mask", [
+    ("flex", masks.global_sliding_window(200, 300, 40, 20)), ("flex", masks.causal(128, 128)),
+    ("flex_sparse", uniform_block(256, 384, 2, 128, 0.5, causal=True, seed=1))], ids=lambda x: getattr(x, "name", x))
+def test_what_is_compiled_ahead_is_what_runs(name, mask, monkeypatch):
+    """On tensors of a pretended GPU: both passes ask for no program that was not compiled before."""
+    asked = []
+
+    def compiled(run, scale, form, signature):
+        asked.append((run, scale, form, signature))
+        results = {flex._traced_forward: (0, 4), flex._traced_backward: (0, 1, 2)}[run]
+        return lambda *tensors: [torch.empty_like(tensors[n] if n < 3 else tensors[0][..., 0]) for n in results]
+
+    monkeypatch.setattr(flex, "_compiled", compiled)
+    problem, kernel = AttentionProblem(mask, 2, 4, 2, 64, "bfloat16", 0.3), kernels.get(name)
+    kernel.compile_ahead(problem, torch.device("cuda", 0))
+    ahead, asked[:] = list(asked), []
+    operands = kernel.prepare(problem)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v, dout = (torch.empty(s, dtype=torch.bfloat16, device="cuda:0") for s in (
+            problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape))
+        out, lse = kernel.forward(q, k, v, operands, problem.scale)
+        kernel.backward(q, k, v, out, lse.float(), dout, operands, problem.scale)
+    assert [x[3][:6] for x in asked] == [x[3][:6] for x in ahead] and asked == ahead

@@ -1,0 +1,156 @@
+"""Several workers of a stack: what is timed is alone, what is checked is not, and who measures what."""
+
+import collections
+import itertools
+import threading
+import time
+
+import pytest
+
+from bench import engine, records
+from bench.cases import Case, ProblemSpec
+from bench.engine import Shorter, shares
+from bench.turns import Turns
+from bench.workers import Failure
+
+MASKS = ("causal", "full", "causal_document", "full_document", "prefix_lm_causal")
+
+
+def case(kernel="naive", mask="causal", seq_len=64, which="forward", stack="torch"):
+    return Case(stack, kernel, which, ProblemSpec(mask, seq_len, dtype="float32"))
+
+
+def overlaps(a, b):
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def test_one_alone_is_alone_and_others_are_together():
+    turns, spans, both = Turns(), collections.defaultdict(list), threading.Barrier(3)
+
+    def take(kind):
+        both.wait()
+        for _ in range(4):
+            with getattr(turns, kind)():
+                began = time.monotonic()
+                time.sleep(0.01)
+                spans[kind].append((began, time.monotonic()))
+
+    threads = [threading.Thread(target=take, args=(kind,)) for kind in ("together", "together", "alone")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(spans["together"]) == 8 and len(spans["alone"]) == 4
+    assert not any(overlaps(a, b) for a in spans["alone"] for b in spans["together"])
+    assert any(overlaps(a, b) for a, b in itertools.combinations(spans["together"], 2))
+
+
+def test_who_is_alone_lets_go_when_it_fails():
+    turns = Turns()
+    for kind in ("alone", "together", "alone"):
+        with pytest.raises(RuntimeError), getattr(turns, kind)():
+            raise RuntimeError("a timing that failed")
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Workers that answer without a process, after a moment; what was asked, when, and what the answers are."""
+    spans, special = collections.defaultdict(list), {}
+    plain = {
+        "environment": {"backend": "cuda"}, "refuse": None, "tunes": False, "build": None, "reference": {},
+        "describe": {"flops": 1e12, "bytes": 1}, "check": {"wrong": []},
+        "clock": {"seconds": {"median": 1.0, "min": 1.0, "spread": 0.0}},
+        "ceiling": {"peak_flops": 1e15, "bandwidth": 1.0}, "ready": None,
+    }
+
+    def ask(worker, task, deadline, **arguments):
+        name, began = task.partition(":")[2], time.monotonic()
+        time.sleep({"build": 0.02, "check": 0.02, "clock": 0.004, "reference": 0.01}.get(name, 0.0))
+        spans[name].append((began, time.monotonic()))
+        found = special[name](arguments) if name in special else plain[name]
+        return dict(found) if isinstance(found, dict) else found
+
+    monkeypatch.setattr(engine.Worker, "ask", ask)
+    monkeypatch.setattr(engine.Worker, "kill", lambda worker: spans["kill"].append(worker))
+    return spans, special
+
+
+def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
+    spans, _ = answers
+    run = [case(kernel, mask, which=which) for kernel in ("naive", "sdpa") for mask in MASKS
+           for which in ("forward", "backward")]
+    rows = engine.run(run, engine.Options(tmp_path / "r.jsonl", workers=4))
+    assert sum(row["kind"] == "attention" and row["status"] == "ok" for row in rows) == len(run) == len(spans["clock"])
+    quiet = spans["check"] + spans["reference"]
+    assert not any(overlaps(a, b) for a in spans["clock"] for b in quiet)
+    assert not any(overlaps(a, b) for a, b in itertools.combinations(spans["clock"], 2))
+    assert any(overlaps(a, b) for a, b in itertools.combinations(spans["check"], 2))
+    assert any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
+    assert len(spans["reference"]) == len(MASKS)
+
+
+def test_a_build_that_tries_things_on_the_device_is_not_beside_a_timing(answers, tmp_path):
+    spans, special = answers
+    special["tunes"] = lambda arguments: True
+    engine.run([case(mask=mask) for mask in MASKS], engine.Options(tmp_path / "r.jsonl", workers=3))
+    assert len(spans["build"]) == len(MASKS)
+    assert not any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
+
+
+def test_memory_that_was_short_beside_others_is_asked_for_alone(answers, tmp_path):
+    spans, special = answers
+    tries = itertools.count()
+    special["check"] = lambda arguments: (
+        Failure("out_of_memory", "full") if next(tries) == 0 else {"wrong": []})
+    rows = engine.run([case()], engine.Options(tmp_path / "r.jsonl", workers=2))
+    assert [row["status"] for row in records.select(rows, kind="attention")] == ["ok"] and len(spans["check"]) == 2
+    tries = itertools.count()
+    rows = engine.run([case()], engine.Options(tmp_path / "one.jsonl"))
+    assert [row["status"] for row in records.select(rows, kind="attention")] == ["out_of_memory"]
+
+
+def test_a_worker_that_hoards_is_renewed_where_shapes_change(answers, tmp_path):
+    spans, special = answers
+    special["clock"] = lambda arguments: {"seconds": {"median": 1.0, "min": 1.0, "spread": 0.0},
+                                          "peak_bytes": 1 << 40}
+    run = [case(mask=mask, seq_len=n, stack=stack) for stack in ("jax", "torch") for n in (64, 128)
+           for mask in ("full", "causal")]
+    engine.run(run, engine.Options(tmp_path / "r.jsonl", workers=1))
+    before = len(spans["kill"])
+    engine.run(run, engine.Options(tmp_path / "two.jsonl", workers=2))
+    hoarders = [worker.stack for worker in spans["kill"][before:]]
+    assert hoarders.count("jax") - hoarders.count("torch") == 2  # all end with the run; each of JAX's two once before
+
+
+def test_each_worker_has_its_kernels_and_masks_at_every_length():
+    run = [case(kernel, mask, n, which, stack) for n in (128, 64) for stack in ("jax", "torch")
+           for kernel in ("naive", "sdpa", "flex") for mask in MASKS for which in ("forward", "backward")]
+    lists = shares(run, 4)
+    assert sorted(c.key for share in lists for _, c in share) == sorted(c.key for c in run) and len(lists) == 8
+    for share in lists:
+        assert len({(number, c.stack) for number, c in share}) == 1
+        assert [c.spec.seq_len for _, c in share] == sorted(c.spec.seq_len for _, c in share)
+        by_length = [[(c.kernel, c.spec.mask, c.which) for _, c in share if c.spec.seq_len == n] for n in (64, 128)]
+        assert by_length[0] == by_length[1]
+        assert all(by_length[0][n][2] == ("forward", "backward")[n % 2] for n in range(len(by_length[0])))
+    assert shares(run, 1) == [[(0, c) for c in run]]
+    assert shares([], 3) == []
+
+
+def test_a_row_too_slow_by_its_shorter_rows_is_skipped_with_the_reason():
+    shorter = Shorter(2.0)
+    rows = {n: {"case": case(seq_len=n).record(), "flops": n * n, "status": "ok"} for n in (64, 128, 256, 512)}
+    assert shorter.skip(rows[64]) is None
+    shorter.add(rows[64] | {"seconds": {"median": 0.25}})
+    assert shorter.skip(rows[128]) is None and shorter.skip(rows[64]) is None
+    said = shorter.skip(rows[256])
+    assert said["status"] == "skipped" and "4 s" in said["reason"] and "64 tokens" in said["reason"]
+    shorter.add(rows[256] | said)
+    assert "16 s" in shorter.skip(rows[512])["reason"]  # the estimate goes on from the skipped row
+    other = {**rows[512], "case": case("sdpa", seq_len=512).record()}
+    assert shorter.skip(other) is None
+    shorter.add({**other, "case": case("sdpa", seq_len=64).record(), "status": "out_of_memory", "reason": "full"})
+    assert shorter.skip(other) == {"status": "out_of_memory", "reason": "not run: at 64 tokens full"}
+    patient = Shorter(None)
+    patient.add(rows[64] | {"seconds": {"median": 100.0}})
+    assert patient.skip(rows[512]) is None
