@@ -79,7 +79,7 @@ def cases(values: flags.FlagValues) -> list[Case]:
     patterns = [settings_of(block, density_of(text), values.causal)
                 for block in values.blocks for text in values.densities]
     out = []
-    for n in options.lengths(values):
+    for n in options.numbers("seqlens", values.seqlens):
         for heads in values.heads:
             size = (n, 0, values.batch, *heads_of(heads), values.head_dim, values.dtype, values.seed)
             specs = [(dense, ProblemSpec("full", *size))]
