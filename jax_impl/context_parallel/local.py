@@ -1,6 +1,7 @@
 """What one rank computes: its kernel under a step's mask, and the data it does that with; twin in torch_impl."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +47,22 @@ class Local:
 
     def forward(self, q, k, v, operands, out_dtype=jnp.float32):
         """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
-        return kernels.get(self.kernel).forward(q, k, v, operands, self.signature.scale, out_dtype=out_dtype)
+        call = _once(kernels.get(self.kernel).forward, "out_dtype")
+        return call(q, k, v, operands, scale=self.signature.scale, out_dtype=jnp.dtype(out_dtype))
 
     def backward(self, saved, dout, delta, operands):
         """float32 dq, dk, dv of this part, from the final out and lse."""
         backward = kernels.get(self.kernel).backward
         if backward is None:
             raise Unsupported(f"jax kernel {self.kernel}", "does not take pass backward")
-        return backward(*saved, dout, operands, self.signature.scale, grad_dtype=jnp.float32, delta=delta)
+        call = _once(backward, "grad_dtype")
+        return call(*saved, dout, operands, scale=self.signature.scale, grad_dtype=jnp.dtype("float32"), delta=delta)
+
+
+@functools.cache
+def _once(function: Callable, dtype: str) -> Callable:
+    """A kernel's pass that is lowered once in a program, however many steps or head groups call it with equal shapes."""
+    return jax.jit(function, static_argnames=("scale", dtype))
 
 
 def if_seen(seen, compute: Callable, otherwise: Callable, *operands):
