@@ -24,15 +24,16 @@ SHAPES = {
     "tiny": Shape(203, 147, 2, 3, 1, 64, "float32", 37, 24),
     "tiny_half": Shape(193, 193, 1, 4, 2, 64, "bfloat16", 31, 40),
     "ragged": Shape(1000, 777, 2, 6, 2, 128, "bfloat16", 129, 100),
-    "square": Shape(2048, 2048, 1, 16, 2, 128, "bfloat16", 256, 256, 128),
     "plain_heads": Shape(1536, 1536, 1, 4, 4, 64, "bfloat16", 200, 192),
-    "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128),
+    "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128, 128),
     "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
-    "long": Shape(8192, 8192, 1, 64, 8, 128, "bfloat16", 1024, 1024, 128, True),
+    "long": Shape(8192, 8192, 1, 32, 8, 128, "bfloat16", 1024, 1024, 128, True),
+    "long_plain": Shape(8192, 8192, 1, 16, 16, 128, "bfloat16", 1024, 1024, 64, True),
     "ranks": Shape(203, 147, 2, 6, 3, 16, "bfloat16", 37, 24, 16),
     "ranks_long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True),
 }
 RANK_SHAPES = ("ranks", "ranks_long")  # of schemes: on a CPU, on GPUs; the others are of kernels
 KERNEL_SHAPES = tuple(name for name in SHAPES if name not in RANK_SHAPES)
 CPU_SHAPES = ("tiny", "tiny_half")
-GPU_SHAPES = ("ragged", "square", "plain_heads", "float16", "float32", "long")
+GPU_SHAPES = ("ragged", "plain_heads", "float16", "float32", "long", "long_plain")
+TIMED_MASKS = ("causal", "causal_document", "uniform_block")  # of timed shapes of kernels: one of each kind
