@@ -27,7 +27,7 @@ def forward(local: Local, q, k, v, data: Data):
     exchanged, lses, back, coming = [], [], [], arrive(0, sent)
     for i in range(local.groups):
         (q, k, v, *whole), coming = coming, arrive(i + 1, sent) if i + 1 < local.groups else None
-        (out, lse), coming, sent = _in_turn(attend(local, q, *whole, data), coming, sent)
+        (out, lse), coming, sent, back[-1:] = _in_turn(attend(local, q, *whole, data), coming, sent, back[-1:])
         exchanged.append((q, k, v, out))
         lses.append(lse)
         back.append([exchange_heads(signature, out, "q", data)])
@@ -56,15 +56,18 @@ def backward(local: Local, exchanged, lses, dout, data: Data):
     for i in range(local.groups):
         (dout, k, v), coming = coming, arrive(i + 1, sent) if i + 1 < local.groups else None
         q, _, _, out = exchanged[i]
-        (dq, *sums), coming, sent = _in_turn(gradients(local, (q, k, v, out, lses[i]), dout, data), coming, sent)
+        computed = gradients(local, (q, k, v, out, lses[i]), dout, data)
+        (dq, *sums), coming, sent, back[-1:] = _in_turn(computed, coming, sent, back[-1:])
         parts = (dq.astype(dout.dtype), *scatter_sum(local, sums, data))
         back.append([exchange_heads(signature, x, side, data) for x, side in zip(parts, SIDES.values(), strict=True)])
     return tuple(_joined(local, parts, side) for parts, side in zip(zip(*back), SIDES.values(), strict=True))
 
 
-def _in_turn(computed, coming, sent):
-    """The same values, tied: what a group after the next one sends cannot leave before this group has computed."""
-    return jax.lax.optimization_barrier((computed, coming, sent))
+def _in_turn(computed, coming, sent, back):
+    """The same values, tied: what the group before sent back is there when this group has computed, so that it travels
+    meanwhile, and what the one after the next sends cannot leave before.
+    """
+    return jax.lax.optimization_barrier((computed, coming, sent, back))
 
 
 def _group(local: Local, x, i: int):
