@@ -166,7 +166,8 @@ def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *,
     if not q.size or not k.size:
         return tuple(jnp.zeros(x.shape, grad_dtype) for x in (q, k, v))
     if delta is None:
-        delta = jnp.einsum("bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32)
+        delta = jnp.einsum(
+            "bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32, precision="highest")
     tiles, deterministic = operands.tiles, operands.query_major is not None
     rows, keys = q.shape[1], k.shape[1]
     padding = ((0, 0), (0, 0), (0, round_up(rows, 128) - rows))

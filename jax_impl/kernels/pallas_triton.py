@@ -75,9 +75,10 @@ def call(kernel, *, name: str, grid, in_specs, out_specs, out_shape, tile: Tile,
 
 
 def dot(a, b, contract=(1, 0)):
-    """a . b over one axis of each, accumulated in float32; float32 operands stay IEEE."""
+    """a . b over one axis of each, accumulated in float32; float32 operands stay IEEE, where the default is TF32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def barrier() -> None:
@@ -115,7 +116,7 @@ def row_delta(out, dout, delta):
     """delta = rowsum(out * dout), float32 [B, H, S], unless the caller has it."""
     if delta is not None:
         return delta
-    return jnp.einsum("bshd,bshd->bhs", out.astype(jnp.float32), dout.astype(jnp.float32))
+    return jnp.einsum("bshd,bshd->bhs", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest")
 
 
 def softmax_step(s, m, masked: bool):

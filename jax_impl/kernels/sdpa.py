@@ -65,14 +65,14 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     out and w (rowsum(dout own_out) - delta) of the own lse make dS = w P (dout v^T - delta), as is wanted.
     """
     if delta is None:
-        delta = jnp.einsum("bshd,bshd->bhs", out.astype(jnp.float32), dout.astype(jnp.float32))
+        delta = jnp.einsum("bshd,bshd->bhs", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest")
     dtypes = [grad_dtype or x.dtype for x in (q, k, v)]
     q, k, v = (x.astype(jnp.promote_types(x.dtype, t)) for x, t in zip((q, k, v), dtypes, strict=True))
     seen = _per_head(operands, q, k)
     (own_out, own_lse), pull = jax.vjp(lambda q, k, v: _attend(q, k, v, seen, scale), q, k, v)
     weight = jnp.where(own_lse == -jnp.inf, 0.0, jnp.exp(own_lse - jnp.where(own_lse == -jnp.inf, 0.0, lse)))
     dout = dout.astype(jnp.float32)
-    own_delta = jnp.einsum("bshd,bshd->bhs", own_out.astype(jnp.float32), dout)
+    own_delta = jnp.einsum("bshd,bshd->bhs", own_out.astype(jnp.float32), dout, precision="highest")
     d_out = weight.swapaxes(1, 2)[..., None] * dout
     grads = pull((d_out.astype(own_out.dtype), weight * (own_delta - delta)))
     return tuple(g.astype(t) for g, t in zip(grads, dtypes, strict=True))

@@ -23,7 +23,8 @@ from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex"
 BLOCK = 128
-OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
+# TRITON: left to itself Inductor takes its decoding template for fewer than 128 rows, which found no launch for 75.
+OPTIONS = {"BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
            "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
 
 

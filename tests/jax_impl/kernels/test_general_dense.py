@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jax_impl import kernels
 from jax_impl.kernels import fa1, fa2, naive
 from jax_impl.kernels.pallas_triton import Schedule, Tile
 from workload import masks
+from workload.block_masks import uniform_block
 from workload.errors import Unsupported
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
@@ -158,6 +160,30 @@ def test_lowers_to_an_h200(name, head_dim, dtype):
     assert lowered(kernel, problem) == {"fa1": (1, 1), "fa2": (1, 2)}[name]
 
 
+def products(jaxpr):
+    """Every matrix product of a program, those inside its kernels and loops included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa", "fa1", "fa2", "triton_vsa", "fa2_sparse"])
+def test_float32_products_are_not_rounded_to_tf32(name):
+    """On an H200 float32 operands lost 13 bits (relative error 4e-4): a product's default precision there is TF32."""
+    kernel, block = kernels.get(name), 128 if name == "fa2_sparse" else 64
+    sparse = name in ("triton_vsa", "fa2_sparse")
+    mask = uniform_block(256, 256, 1, block, 0.5) if sparse else masks.causal_document(100, 100, [60, 40])
+    problem = AttentionProblem(mask, 1, 2, 1, 64, "float32")
+    q, k, v, dout = tensors(problem)
+    program = jax.make_jaxpr(functools.partial(run, kernel, 0.2))(kernel.prepare(problem), q, k, v, dout)
+    found = list(products(program.jaxpr))
+    assert len(found) >= 5
+    for equation in found:
+        assert equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2, equation
+
+
 def lowered(kernel, problem) -> tuple[int, int]:
     """How many Triton modules forward and backward lower to for an H200."""
     like = functools.partial(jax.ShapeDtypeStruct, dtype=problem.dtype)
@@ -234,9 +260,11 @@ class TestCudnn:
         for mask in (masks.full(64, 80), masks.causal(64, 64), masks.causal_sliding_window(64, 64, 9)):
             assert self.kernel.capability.refuse(AttentionProblem(mask, 2, 4, 2, 64)) is None
         for mask in (masks.full_document(64, 64, [14, 50]), masks.causal_document(64, 64, [14, 0, 50])):
-            refuse, grouped = self.kernel.capability.refuse, AttentionProblem(mask, 2, 4, 2, 64)
-            assert refuse(AttentionProblem(mask, 2, 4, 4, 64)) is None and refuse(grouped, ("forward",)) is None
-            assert "kv_heads 2 under documents backward" in refuse(grouped)
+            for problem in (AttentionProblem(mask, 2, 4, 4, 64), AttentionProblem(mask, 1, 4, 2, 64)):
+                assert self.kernel.capability.refuse(problem, ("forward",)) is None
+                assert f"pass backward under {mask.name}" in self.kernel.capability.refuse(problem)
+        one = masks.causal_document(64, 64, [64])
+        assert self.kernel.capability.refuse(AttentionProblem(one, 2, 4, 2, 64)) is None
 
     def test_int32_offsets_are_guarded(self):
         lengths = [1 << 17, 1 << 17]
@@ -262,16 +290,19 @@ class TestCudnn:
         masks.full_document(256, 256, [56, 1, 199]), masks.causal_document(300, 300, [120, 0, 80, 100]),
     ], ids=lambda m: m.name)
     def test_every_native_mask_on_a_gpu(self, mask):
-        """All five results at batch 2 against the oracle, heads grouped where taken; then a larger problem's lse."""
+        """All results at batch 2 and grouped heads against the oracle; then a larger problem's lse."""
         reason = self.kernel.available()
         if reason:
             pytest.skip(reason)
-        documents = mask.name.endswith("document")
-        problem = AttentionProblem(mask, 2, 4, 4 if documents else 2, 64, "bfloat16", 0.2)
-        self.kernel.require(problem)
+        problem = AttentionProblem(mask, 2, 4, 2, 64, "bfloat16", 0.2)
+        self.kernel.require(problem, ("forward",))
         q, k, v, dout = tensors(problem)
         want = attention_oracle(*exact(q, k, v), mask, 0.2, *exact(dout))
         operands = self.kernel.prepare(problem)
+        if self.kernel.refuse(problem):
+            out, lse = jax.jit(self.kernel.forward, static_argnums=4)(q, k, v, operands, 0.2)
+            assert error(out, want.out) < 8e-3 and error(lse, want.lse) < 1e-5
+            return
         got = jax.jit(functools.partial(run, self.kernel, 0.2))(operands, q, k, v, dout)
         for label, value in got.items():
             assert error(value, getattr(want, label)) < (1e-5 if label == "lse" else 8e-3), label
