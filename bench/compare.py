@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import options, records
+from bench.timing import Timing
+from workload.problem import PASSES
 
 THRESHOLD = options.define_float("threshold", 0.03, "Smallest change that counts, as a share.", lower_bound=0)
 
@@ -37,22 +39,45 @@ class Change:
 
 
 def compare(old: Sequence[dict], new: Sequence[dict], threshold: float = 0.03) -> list[Change]:
-    """The change of every key of either file, ceilings left out."""
+    """The change of every key of either file, ceilings left out; of every pass or stack that a row times."""
     before, after = ({r["key"]: r for r in rows if r["kind"] != "ceiling"} for rows in (old, new))
-    return [_change(key, before.get(key), after.get(key), threshold) for key in dict.fromkeys([*before, *after])]
+    return [change for key in dict.fromkeys([*before, *after])
+            for change in _changes(key, before.get(key), after.get(key), threshold)]
+
+
+def times(row: dict) -> dict[str, tuple[float, float]]:
+    """What a row times, by pass or stack where there are several: median seconds, and their spread as a share."""
+    if row["kind"] in ("replay", "replay_estimate"):
+        return {which: (row[which]["predicted"], 0.0) for which in PASSES if which in row}
+    seconds = row.get("seconds", {})
+    if row["kind"] == "context_parallel":
+        return {which: _summary(found["samples"]) for which, found in seconds.items()}
+    if row["kind"] == "parity":
+        return {stack: _summary(samples) for stack, samples in row.get("rounds", {}).items()}
+    return {"": (seconds["median"], seconds["spread"])} if "median" in seconds else {}
+
+
+def _summary(samples: Sequence[float]) -> tuple[float, float]:
+    timing = Timing(tuple(samples))
+    return timing.median, timing.spread
+
+
+def _changes(key, old, new, threshold) -> list[Change]:
+    if new is None:
+        return [Change(key, "missing")]
+    if old is None:
+        return [Change(key, "new", detail=new["status"])]
+    if (old["status"] == "ok") != (new["status"] == "ok"):
+        verdict = "broken" if old["status"] == "ok" else "mended"
+        return [Change(key, verdict, detail=new["reason"] or old["reason"])]
+    before, after = times(old), times(new)
+    found = [_change(f"{key} {name}".strip(), before[name], after[name], threshold)
+             for name in before if name in after]
+    return found or [Change(key, "same")]
 
 
 def _change(key, old, new, threshold) -> Change:
-    if new is None:
-        return Change(key, "missing")
-    if old is None:
-        return Change(key, "new", detail=new["status"])
-    if (old["status"] == "ok") != (new["status"] == "ok"):
-        return Change(key, "broken" if old["status"] == "ok" else "mended", detail=new["reason"] or old["reason"])
-    if "rate" not in old or "rate" not in new:
-        return Change(key, "same")
-    ratio = new["seconds"]["median"] / old["seconds"]["median"]
-    noise = old["seconds"]["spread"] + new["seconds"]["spread"]
+    ratio, noise = new[0] / old[0], old[1] + new[1]
     allowed = max(threshold, noise)
     verdict = "slower" if ratio > 1 + allowed else "faster" if ratio < 1 / (1 + allowed) else "same"
     return Change(key, verdict, ratio, noise)
@@ -76,7 +101,7 @@ def main(argv):
     if table.row_count:
         console.print(table)
     bad = [c for c in changes if c.verdict in ("slower", "broken", "missing")]
-    console.print(f"{len(changes)} rows compared, {len(bad)} worse", markup=False)
+    console.print(f"{len(changes)} compared, {len(bad)} worse", markup=False)
     return 1 if bad else 0
 
 

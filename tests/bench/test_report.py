@@ -170,6 +170,16 @@ def test_compare_sees_beyond_noise(new_ms, spread, verdict):
     assert compare.compare([old], [new])[0].verdict == verdict
 
 
+@pytest.mark.parametrize("kind, timed", [
+    ("context_parallel", lambda ms: {"seconds": {w: {"samples": [t, t]} for w, t in (("forward", 2), ("backward", ms))}}),
+    ("replay", lambda ms: {"forward": {"predicted": 2.0}, "backward": {"predicted": ms}}),
+    ("parity", lambda ms: {"rounds": {"jax": [2.0] * 3, "backward": [ms] * 3}})])
+def test_compare_sees_each_pass_of_rows_that_time_several(kind, timed):
+    old, new = (engine.new_row("x", kind, {}, {}) | timed(ms) for ms in (5.0, 7.0))
+    verdicts = {c.key: c.verdict for c in compare.compare([old], [new])}
+    assert len(verdicts) == 2 and verdicts.pop("x backward") == "slower" and set(verdicts.values()) == {"same"}
+
+
 def test_compare_sees_what_broke_and_what_went():
     good, bad = attention("jax", "naive", "full", 64, 2.0), attention("jax", "naive", "full", 64, status="error",
                                                                      reason="x")
