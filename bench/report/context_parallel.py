@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.report import aggregate, page, pictures, timeline
+from bench.report import aggregate, page, pictures, ranks, timeline
 from bench.report.tables import grid, number
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -131,7 +131,7 @@ def markdown(rows: Sequence[Row]) -> str:
                   *("" if r is None else f"{overall(r) or 0:.2f} ({r['case']['sharding']})" for r in line)]
                  for line in lines]
         parts.append(f"### E of both passes, {title}\n\n{grid(head, cells)}\n")
-    return "\n".join([*parts, "### Context parallelism, every row\n", grid(HEAD, body), ""])
+    return "\n".join([*parts, ranks.markdown(rows), "### Context parallelism, every row\n", grid(HEAD, body), ""])
 
 
 AGREEMENT = ("scheme", "mask", "world", "sharding", "tokens checked", "JAX", "PyTorch", "verdict")
@@ -184,7 +184,7 @@ def section(rows: Sequence[Row]) -> str:
         "bytes needed.</p>"
         + _explanation(found) + _pivot_tables(found) + f"<details><summary>{len(body)} rows, each with its cause"
         f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
-        + _agreement(found)
+        + ranks.section(rows) + _agreement(found)
     )
 
 

@@ -113,6 +113,26 @@ def picture(row: dict[str, Any], which: str = "forward") -> plt.Figure:
     return figure
 
 
+def traced_picture(ranks: Sequence[dict[str, Any]]) -> plt.Figure:
+    """Two lines a rank, kernels above links, of a traced call; ranks: of `bench.trace.overlap`, by rank."""
+    shown = ranks[:MOST_RANKS]
+    with plt.rc_context({**STYLE, "axes.grid": False}):
+        figure, axis = plt.subplots(figsize=(9, 1.0 + 0.4 * max(2, len(shown))), layout="constrained")
+        for kind, name, above in (("compute", "work", 0.2), ("links", "links", -0.2)):
+            spans = [(rank - above, begin, end) for rank, seen in enumerate(shown) for begin, end in seen[name]]
+            if spans:
+                heights, begins, ends = zip(*spans)
+                axis.barh(heights, [(e - b) * 1e3 for b, e in zip(begins, ends)], left=[b * 1e3 for b in begins],
+                          height=0.36, color=COLOURS[kind], label=kind, linewidth=0)
+        axis.invert_yaxis()
+        axis.set_xlabel("ms")
+        axis.set_ylabel("rank")
+        axis.margins(x=0)
+        axis.set_yticks(range(len(shown)))
+        figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
 def trace(row: dict[str, Any], passes: Sequence[str] = ("forward", "backward")) -> dict[str, Any]:
     """The row as a trace that chrome://tracing and Perfetto open: a process a pass, a thread a rank, microseconds."""
     events: list[dict[str, Any]] = []

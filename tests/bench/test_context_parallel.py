@@ -1,6 +1,9 @@
 """Jobs of the context-parallel bench: a failed one costs the row it was at, the rest goes on."""
 
 import json
+import subprocess
+import sys
+import time
 import types
 from pathlib import Path
 
@@ -51,6 +54,72 @@ def test_a_job_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
                         lambda stack: types.SimpleNamespace(spawn=lambda *a, **k: [""]))
     with pytest.raises(RuntimeError, match="wrote no row"):
         context_parallel.Jobs(tmp_path / "rows.jsonl", {}, 5.0).run(CASES)
+
+
+def test_a_scheme_that_loses_jobs_is_given_up(tmp_path, monkeypatch):
+    """Two lost jobs at a scheme are enough: its other cases get a row that says so, those of others are run."""
+    out, jobs = tmp_path / "rows.jsonl", []
+    cases = [Case("jax", scheme, SPEC, 2, kind)
+             for kind in ("zigzag", "balanced", "striped") for scheme in ("ring", "usp")]
+
+    def spawn(command, ranks, **options):
+        for case in [from_record(c) for c in json.loads(Path(command[-2]).read_text())["cases"]]:
+            if case.scheme == "ring":
+                jobs.append(case.sharding)
+                raise RankFailure(0, {}, "Timeout (0:00:05)!")
+            with records.Writer(out) as writer:
+                writer.write(row_of(case))
+        return [""]
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    context_parallel.Jobs(out, {}, 5.0).run(cases)
+    rows = {row["key"]: row for row in records.read(out)}
+    assert jobs == ["zigzag", "balanced"] and len(rows) == 6
+    assert [rows[c.key]["status"] for c in cases] == ["timeout", "ok", "timeout", "ok", "error", "ok"]
+    assert "2 jobs were lost at ring" in rows[cases[4].key]["reason"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stacks_measure_in_turn(tmp_path, monkeypatch, ahead):
+    """A stack that is started ahead is told of a file that is there once the one before it is done; else it is not
+    started before.
+    """
+    out, told = tmp_path / "rows.jsonl", []
+
+    def spawn(command, ranks, **options):
+        request = json.loads(Path(command[-2]).read_text())
+        case = from_record(request["cases"][0])
+        told.append((case.stack, "begins"))
+        while request["after"] and not Path(request["after"]).exists():
+            time.sleep(0.01)
+        if case.stack == "torch":
+            time.sleep(0.2)
+        with records.Writer(out) as writer:
+            writer.write(row_of(case))
+        told.append((case.stack, "ends"))
+        return [""]
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    context_parallel.Jobs(out, {}, 5.0, ahead=ahead).run([Case(stack, "ring", SPEC, 2) for stack in ("torch", "jax")])
+    assert told.index(("torch", "ends")) < told.index(("jax", "ends"))
+    assert (told.index(("jax", "begins")) < told.index(("torch", "ends"))) == ahead
+
+
+def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: pytest.fail("a job was started"))
+    jobs = context_parallel.Jobs(tmp_path / "rows.jsonl", {}, 5.0, budget=0.0)
+    jobs.run(CASES)
+    assert records.read(jobs.out) == []
+
+
+@pytest.mark.parametrize("flag,words", [
+    ("--worlds=0", "--worlds: '0' is no positive number"), ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
+    ("--inside", "--inside: jax times no step alone"),
+])
+def test_a_bad_flag_is_named(flag, words, tmp_path):
+    command = [sys.executable, "-m", "bench.context_parallel", flag, f"--out={tmp_path / 'rows.jsonl'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,195 @@
+"""What real ranks showed besides their times: links, predictions beside measurements, head groups, hidden links."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.context_parallel_cases import from_record
+from bench.report import page, pictures, timeline
+from bench.report.tables import grid, number
+from workload.problem import PASSES
+from workload.topology import SCHEMES
+
+Row = dict[str, Any]
+
+
+def real(rows: Sequence[Row]) -> list[Row]:
+    """The rows of real ranks that were timed."""
+    return [row for row in rows if row["kind"] == "context_parallel" and row["status"] == "ok" and "seconds" in row]
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def links(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, head, lines) of each job's links: microseconds and GB/s that leave a rank, by operand."""
+    out = []
+    for row in rows:
+        if row["kind"] == "links" and row["status"] == "ok":
+            kinds = list(row["links"])
+            sizes = [x["operand_bytes"] for x in row["links"][kinds[0]]]
+            lines = [[_size(size), *(f"{at[n]['seconds'] * 1e6:.1f} us, {number((at[n]['bandwidth'] or 0) / 1e9)} GB/s"
+                                     for at in row["links"].values())] for n, size in enumerate(sizes)]
+            out.append((f"Links of {row['case']['world']} ranks, {row['case']['stack']}", ["operand", *kinds], lines))
+    return out
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A pass of a case on real ranks and what the replay of the same case predicts; seconds."""
+
+    row: Row
+    which: str
+    measured: float
+    predicted: float
+    compute: float
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted / self.measured - 1
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Every timed pass that has a replay."""
+    replays = {row["key"]: row for row in rows if row["kind"] == "replay" and row["status"] == "ok"}
+    return [
+        Comparison(row, which, row["seconds"][which]["median"], replays[row["key"]][which]["predicted"],
+                   replays[row["key"]][which]["compute"])
+        for row in sorted(real(rows), key=_order) if row["key"] in replays for which in PASSES
+    ]
+
+
+def _order(row: Row):
+    case = row["case"]
+    return case["stack"], SCHEMES.index(case["scheme"]), case["spec"]["mask"], case["sharding"], case["head_groups"]
+
+
+SUMMARY = ("stack", "scheme", "pass", "cases", "median error", "worst error", "worst at")
+
+
+def prediction_summary(found: Sequence[Comparison]) -> list[list[str]]:
+    """One line a stack, scheme and pass, in `SUMMARY`'s columns; the error is predicted over measured, less one."""
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for each in found:
+        groups.setdefault((each.row["case"]["stack"], each.row["case"]["scheme"], each.which), []).append(each)
+    lines = []
+    for (stack, scheme, which), members in groups.items():
+        worst = max(members, key=lambda c: abs(c.error))
+        lines.append([stack, scheme, which, str(len(members)), f"{statistics.median(c.error for c in members):+.0%}",
+                      f"{worst.error:+.0%}", f"{worst.row['case']['spec']['mask']}, {worst.row['case']['sharding']}"])
+    return lines
+
+
+PREDICTIONS = ("stack", "scheme", "mask", "sharding", "pass", "ms measured", "ms predicted", "of it local", "error")
+
+
+def prediction_lines(found: Sequence[Comparison]) -> list[list[str]]:
+    """One line a comparison, in `PREDICTIONS`' columns."""
+    lines = []
+    for c in found:
+        case, times = c.row["case"], (c.measured, c.predicted, c.compute)
+        lines.append([case["stack"], case["scheme"], case["spec"]["mask"], case["sharding"], c.which,
+                      *(f"{t * 1e3:.3f}" for t in times), f"{c.error:+.0%}"])
+    return lines
+
+
+# ---- head groups ---------------------------------------------------------------------------------
+
+
+def head_groups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """(head, lines): E forward / backward of a case by its number of head groups, of cases that have several."""
+    by_case: dict[str, dict[int, Row]] = {}
+    for row in sorted(real(rows), key=_order):
+        case = from_record(row["case"])
+        by_case.setdefault(dataclasses.replace(case, head_groups=1).key, {})[case.head_groups] = row
+    several = [rows for rows in by_case.values() if len(rows) > 1]
+    counts = sorted({n for rows in several for n in rows})
+    lines = []
+    for rows_of in several:
+        case = rows_of[min(rows_of)]["case"]
+        lines.append([case["stack"], case["scheme"], case["spec"]["mask"], case["sharding"],
+                      *(_both(rows_of[n]) if n in rows_of else "" for n in counts)])
+    return ["stack", "scheme", "mask", "sharding", *(f"E, {n} group{'s' if n > 1 else ''}" for n in counts)], lines
+
+
+def _both(row: Row) -> str:
+    found = [row["efficiency"][which] for which in PASSES]
+    return " / ".join("" if e is None else f"{e:.2f}" for e in found)
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
+
+TRACED = ("case", "pass", "rank", "ms of links", "of it hidden", "ms of kernels", "ms in all")
+
+
+def traced(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a rank of each traced pass, in `TRACED`'s columns."""
+    lines = []
+    for row in real(rows):
+        for which, ranks in row.get("trace", {}).items():
+            for rank, seen in enumerate(ranks):
+                end = max((span[1] for span in (*seen["links"], *seen["work"])), default=0.0)
+                share = seen["hidden_seconds"] / seen["link_seconds"] if seen["link_seconds"] else 1.0
+                lines.append([row["key"], which, str(rank), f"{seen['link_seconds'] * 1e3:.3f}", f"{share:.0%}",
+                              f"{seen['work_seconds'] * 1e3:.3f}", f"{end * 1e3:.3f}"])
+    return lines
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML: the tables above and a picture of each traced pass."""
+    parts = [f"<h3>{page.esc(title)}</h3>{page.table(head, lines)}" for title, head, lines in links(rows)]
+    found = comparisons(rows)
+    if found:
+        parts.append(
+            "<h3>Predictions beside measurements</h3><p class='soft'>A replay times each rank's local work on one "
+            "device and adds links at the latency and bandwidth of the measured hops. The error is predicted over "
+            f"measured, less one.</p>{page.table(SUMMARY, prediction_summary(found))}<details><summary>{len(found)} "
+            f"passes</summary>{page.table(PREDICTIONS, prediction_lines(found))}</details>")
+    head, lines = head_groups(rows)
+    if lines:
+        parts.append(f"<h3>Head groups: some heads travel while others compute</h3><p class='soft'>E forward / "
+                     f"backward.</p>{page.table(head, lines)}")
+    if traced(rows):
+        parts.append("<h3>Links and kernels of a call, from traces</h3><p class='soft'>A link that waits for its peer "
+                     "counts as busy. Two lines a rank: kernels above, links below.</p>"
+                     f"{page.table(TRACED, traced(rows))}{_pictures(rows)}")
+    return "".join(parts)
+
+
+def _pictures(rows: Sequence[Row]) -> str:
+    parts = []
+    for row in real(rows):
+        for which, ranks in row.get("trace", {}).items():
+            if any(seen["work"] for seen in ranks):
+                figure = timeline.traced_picture(ranks)
+                parts.append(f"<h4>{page.esc(row['key'])}, {which}</h4>{pictures.svg(figure)}")
+                pictures.plt.close(figure)
+    return "".join(parts)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The tables in Markdown, empty where there are none."""
+    parts = [f"### {title}\n\n{grid(head, lines)}\n" for title, head, lines in links(rows)]
+    found = comparisons(rows)
+    if found:
+        parts.append(f"### Predictions beside measurements\n\n{grid(SUMMARY, prediction_summary(found))}\n")
+        parts.append(f"### Every prediction\n\n{grid(PREDICTIONS, prediction_lines(found))}\n")
+    head, lines = head_groups(rows)
+    if lines:
+        parts.append(f"### Head groups, E forward / backward\n\n{grid(head, lines)}\n")
+    if traced(rows):
+        parts.append(f"### Links and kernels of a call, from traces\n\n{grid(TRACED, traced(rows))}\n")
+    return "\n".join(parts)
