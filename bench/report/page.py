@@ -28,7 +28,8 @@ figcaption { font-size: 12px; color: var(--soft); overflow-wrap: anywhere; } svg
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; } .tile { background: var(--card); border: 1px
   solid var(--line); border-radius: 8px; padding: .6rem 1rem; } .tile b { display: block; font-size: 1.3rem; }
 .pair { display: flex; flex-wrap: wrap; column-gap: 2.5rem; align-items: flex-start; } .pair > div { min-width: 0;
-  max-width: 100%; } details { margin: .8rem 0; } summary { cursor: pointer; }
+  max-width: 100%; } @media (max-width: 700px) { .wide > svg { max-width: none; } }
+details { margin: .8rem 0; } summary { cursor: pointer; }
 """
 STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note",
                 "skipped": "note"}
@@ -193,7 +194,8 @@ def _rate_cell(entry: Entry | None, unit: float, top: float) -> str:
 
 
 def _curves(found) -> str:
-    parts = [f"<h3>{esc(title)}</h3>{pictures.svg(figure)}" for title, figure in pictures.curves(found).items()]
+    parts = [f'<h3>{esc(title)}</h3><div class="wide">{pictures.svg(figure)}</div>'
+             for title, figure in pictures.curves(found).items()]
     return "<p class='soft'>Solid: JAX. Dashed: PyTorch. One colour a kernel.</p>" + "".join(parts) if parts else ""
 
 
