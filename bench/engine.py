@@ -208,14 +208,17 @@ class Bench:
             return row | ended.fields
 
     def _ask(self, case: Case, number: int) -> Callable[..., Any]:
-        """ask(task, ...) of the case's worker; raises `_Ended` where it fails."""
+        """ask(task, ...) of the case's worker; raises `_Ended` where it fails. A row tells what its tasks took."""
         worker, record = self.workers.of(case.stack, number), case.record()
+        took: dict[str, float] = {}
 
         def ask(task, **arguments):
+            began = time.perf_counter()
             found = worker.ask(f"{TASKS}:{task}", self.options.deadline, case=record, **arguments)
+            took[task] = time.perf_counter() - began
             if isinstance(found, Failure):
                 raise _Ended(_failed(found))
-            return found
+            return found | {"took": took} if task in ("describe", "check", "clock") else found
         return ask
 
     def _measured(self, case, ask, row, skip) -> dict[str, Any]:

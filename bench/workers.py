@@ -21,7 +21,8 @@ from typing import Any
 MEMORY_WORDS = ("out of memory", "out_of_memory", "resource_exhausted", "bad_alloc", "memoryerror", "cannot allocate")
 ENVIRONMENT = {
     "jax": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # the other stack's worker lives on the same card
-    "torch": {"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin while another process computes cost it 100 times
+    # Threads that spin while another process computes cost it 100 times; Inductor would start a process a core.
+    "torch": {"OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
     "judge": {"OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"},  # Orbax on the CPU, PyTorch on the GPU
 }
 
