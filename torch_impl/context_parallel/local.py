@@ -75,7 +75,8 @@ def put_tokens(x: torch.Tensor, order: torch.Tensor | None, length: int) -> torc
     """The inverse of `take_tokens`: row n of x to place order[n] (or n) of `length` places, zeros elsewhere."""
     if order is None and x.shape[1] == length:
         return x
-    out = x.new_zeros((x.shape[0], length, *x.shape[2:]))
+    filled = order is not None and len(order) == length  # every place: nothing is to be cleared
+    out = (x.new_empty if filled else x.new_zeros)((x.shape[0], length, *x.shape[2:]))
     if order is None:
         out[:, : x.shape[1]] = x
     else:
