@@ -42,6 +42,8 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
     if backend == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    else:  # a rank's CPU works for that rank alone, and gloo would look for a name service
+        jax.config.update("jax_cpu_collectives_implementation", None)
     wait = max(1, round(timeout_s))
     jax.distributed.initialize(
         place.coordinator, place.world, place.rank, local_device_ids=[place.local_rank] if backend == "gpu" else None,
