@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench import cases
-from bench.passes import passes_of
+from bench.passes import Inputs, passes_of
 from bench.timing import Protocol, Timing, measure
 from parity.compare import OF_PASS, errors, over_budget
-from parity.inputs import TENSORS, make_inputs, places, pool
+from parity.inputs import TENSORS, make_inputs
 from parity.reference import Reference, sample_of
 from workload.block_masks import BlockMask
 from workload.problem import FLOPS_FORMULA
@@ -147,7 +147,7 @@ def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
     stack.release()
     operands, prepare_seconds = _operands(stack, kernel, case)
     sets = SETS if problem.bytes("backward") <= SETS_BYTES else 1
-    tensors = [_inputs(case.stack, case.spec, n) for n in range(sets)]
+    tensors = [_inputs(case.stack).of(problem, case.spec.inputs(n)) for n in range(sets)]
     if inputs:
         restored = _restored(inputs)
         tensors[0] = tuple(stack.put(restored[name]) for name in TENSORS)
@@ -188,20 +188,9 @@ def _operands(stack, kernel, case: cases.Case) -> tuple[Any, float]:
     return _prepared[key]
 
 
-def _inputs(stack_name: str, spec: cases.ProblemSpec, number: int) -> tuple:
-    """q, k, v, dout on the device; the last shape's are kept, since all masks of a shape read the same."""
-    problem, inputs = _problem(spec), spec.inputs(number)
-    found = places(problem.q_shape, problem.kv_shape, inputs)
-    if (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1]) != _made.get("of"):
-        _made.clear()
-        _made["of"] = (stack_name, problem.dtype, spec.seed, *found["q"][1], *found["k"][1])
-        _made["pool"] = stack_of(stack_name).put(pool(spec.seed, problem.dtype))
-    if number not in _made:
-        _made[number] = tuple(stack_of(stack_name).tiled(_made["pool"], *found[name]) for name in TENSORS)
-    return _made[number]
-
-
-_made: dict[Any, Any] = {}
+@functools.cache
+def _inputs(stack_name: str) -> Inputs:
+    return Inputs(stack_of(stack_name))
 
 
 def _restored(path: str) -> dict[str, np.ndarray]:

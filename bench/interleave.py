@@ -3,12 +3,13 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from bench import environment
-from bench.cases import ProblemSpec
 from bench.passes import passes_of
+from parity.compare import OF_PASS, errors, over_budget
+from parity.reference import Reference, Sample
 from workload.problem import PASSES
 
 
@@ -20,11 +21,13 @@ class Contender:
       name: stack:kernel.
       call: runs it once, without waiting.
       finish: waits for a result of call.
+      results: of the pass, by name, as `call` returns them.
     """
 
     name: str
     call: Callable[[], object]
     finish: Callable[[object], object]
+    results: tuple[str, ...] = ()
 
     def seconds(self, runs: int) -> float:
         """Seconds of a call, as the mean over `runs` calls in a row."""
@@ -35,11 +38,15 @@ class Contender:
         return (time.perf_counter() - begin) / runs
 
 
-def contender(stack, kernel_name: str, problem, which: str) -> Contender:
-    """Prepares and compiles a pass of a kernel; raises `Unsupported` where it cannot take the problem."""
+def contender(stack, kernel_name: str, problem, which: str, tensors=None) -> Contender:
+    """Prepares and compiles a pass of a kernel; raises `Unsupported` where it cannot take the problem.
+
+    Args:
+      tensors: q, k, v, dout of the stack; random ones if None.
+    """
     kernel = stack.kernel(kernel_name)
     kernel.require(problem, ("forward",) if which == "forward" else PASSES)
-    q, k, v, dout = stack.random(problem)
+    q, k, v, dout = tensors or stack.random(problem)
     operands = stack.prepare(kernel, problem)
 
     forward, backward = passes_of(kernel, problem.scale)
@@ -48,7 +55,15 @@ def contender(stack, kernel_name: str, problem, which: str) -> Contender:
     if which == "backward":
         arguments = (q, k, v, *first, dout, operands)
         run, _, _ = stack.compile((kernel_name, "backward", problem.scale), backward, *arguments)
-    return Contender(f"{stack.name}:{kernel_name}", lambda: run(*arguments), stack.finish)
+    return Contender(f"{stack.name}:{kernel_name}", lambda: run(*arguments), stack.finish, OF_PASS[which])
+
+
+def judged(contender: Contender, stack, problem, sample: Sample, reference: Reference) -> dict[str, Any]:
+    """{"errors": ..., "wrong": lines} of one call of a contender, held to the reference at the sampled places."""
+    found = dict(zip(contender.results, contender.call(), strict=True))
+    got = {name: stack.take(sample.take(name, x, problem.group)) for name, x in found.items()}
+    measured = errors(got, reference.results)
+    return {"errors": measured, "wrong": over_budget(measured, reference.budget)}
 
 
 def interleave(contenders: Sequence[Contender], rounds: int, seconds: float, warm_up: float, seed: int = 0):
@@ -64,14 +79,12 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float, war
     return found
 
 
-def row_of(spec: ProblemSpec, which: str, flops: int, found: dict, refused: dict, against: str) -> dict:
-    """The record of a case: median rates in TFLOP/s, the spread of the rounds, ratios to `against`, refusals."""
+def rates_of(flops: int, found: dict[str, list[float]], against: str) -> dict[str, Any]:
+    """Median rates in TFLOP/s, the spread of the rounds, and ratios of rates to that of `against`."""
     middle = {name: float(np.median(x)) for name, x in found.items()}
     base = middle.get(against)
     return {
-        "case": dataclasses.asdict(spec), "pass": which, "flops": flops, "against": against,
-        "tflops": {name: flops / x / 1e12 for name, x in middle.items()},
+        "against": against, "tflops": {name: flops / x / 1e12 for name, x in middle.items()},
         "spread": {name: float(np.ptp(x) / np.median(x)) for name, x in found.items()},
         "ratio": {name: base / x for name, x in middle.items()} if base else {},
-        "refused": refused, "environment": environment.machine(),
     }

@@ -1,76 +1,159 @@
 """Kernels of both stacks against each other in one process, interleaved, so that ratios are read at one temperature.
 
     python -m bench.peers --contenders=jax:flashmask,jax:cudnn,torch:fa3,torch:cudnn_flex,torch:flex \
-        --mask=full --mask=causal --mask=causal_document --seq_lens=8192,32768 --heads=64:8 --out=peers.jsonl
+        --masks=full,causal,causal_document --seqlens=8K,32K --heads=64:8 --out=out/peers.jsonl
 
-A contender is stack:kernel. In each round every contender runs once, in an order drawn anew: it first runs untimed for
---warm_up seconds, since the card's clock follows the power that the one before it drew, then for --seconds. A rate is
-the pass's exact FLOPs over the median of the rounds; the ratio is to --against. One JSON line a case and pass.
+A contender is stack:kernel. Each is first held to a float64 reference at some rows and keys; one that is wrong or fails
+takes no part, and its row says why. In each round every contender runs once, in an order drawn anew: it first runs
+untimed for --warm_up seconds, since the card's clock follows the power that the one before it drew, then for --seconds.
+A rate is the pass's exact FLOPs over the median of the rounds; the ratio is to --against. One JSON line a problem and
+pass, written as it is made; --resume keeps the lines that --out has.
 """
 
 import importlib
-import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
+from rich.console import Console
 
-from bench import options
-from bench.cases import ProblemSpec
-from bench.interleave import contender, interleave, row_of
+from bench import engine, options, records
+from bench.cases import STACKS, ProblemSpec
+from bench.interleave import contender, interleave, judged, rates_of
+from bench.passes import Inputs
+from bench.worker_main import failure_of
+from parity.reference import Reference, reference_of, spots_of
 from workload.errors import Unsupported
-from workload.problem import PASSES
+from workload.problem import ITEM_BYTES, PASSES
 from workload.suite import ALL_BUILDERS
 
-CONTENDERS = flags.DEFINE_list(
-    "contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs."
-)
-AGAINST = flags.DEFINE_string("against", "torch:fa3", "The contender that ratios are to.")
-MASKS = flags.DEFINE_multi_enum("mask", ["full", "causal"], tuple(ALL_BUILDERS), "Masks (repeat the flag).")
-SEQ_LENS = flags.DEFINE_list("seq_lens", ["8192"], "Tokens.")
-HEADS = flags.DEFINE_list("heads", ["64:8"], "q_heads:kv_heads pairs.")
-HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Head dimension.", lower_bound=1)
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float16"), "Of all tensors.")
-PASSES_FLAG = flags.DEFINE_multi_enum("pass", list(PASSES), PASSES, "Passes (repeat the flag).")
-ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of a case.", lower_bound=1)
-SECONDS = options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
-WARM_UP = options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
-OUT = flags.DEFINE_string("out", None, "File that JSON lines are added to.")
+
+def define() -> None:
+    """Defines the flags; once, before `app.run`."""
+    flags.DEFINE_list("contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs.")
+    flags.DEFINE_string("against", "torch:fa3", "The contender that ratios are to.")
+    flags.DEFINE_list("masks", ["full", "causal"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    flags.DEFINE_list("seqlens", ["8K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
+    flags.DEFINE_list("heads", ["64:8"], "Query heads : key and value heads.")
+    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of all tensors.")
+    flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
+    flags.DEFINE_integer("rounds", 7, "Rounds of a problem and pass.", lower_bound=1)
+    options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
+    options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
+    flags.DEFINE_string("out", "out/peers.jsonl", "Record file: one JSON line a row.")
+    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
 
-def run_case(stacks: dict, spec: ProblemSpec, which: str) -> dict:
-    """Measures one problem and pass with every contender that takes it."""
-    problem, ready, refused = spec.problem(), [], {}
-    for name in CONTENDERS.value:
-        stack, kernel = name.split(":")
-        try:
-            ready.append(contender(stacks[stack], kernel, problem, which))
-        except Unsupported as reason:
-            refused[name] = str(reason)
-    found = interleave(ready, ROUNDS.value, SECONDS.value, WARM_UP.value)
-    return row_of(spec, which, problem.flops(which), found, refused, AGAINST.value)
+def contenders_of(values: flags.FlagValues) -> list[tuple[str, str]]:
+    """(stack, kernel) of each of --contenders. ValueError names the one that there is not."""
+    found = []
+    for text in values.contenders:
+        stack, _, kernel = text.partition(":")
+        if stack not in STACKS or kernel not in options.KERNELS[stack]:
+            raise ValueError(f"--contenders: {text!r} is no stack:kernel of {', '.join(STACKS)}")
+        found.append((stack, kernel))
+    return found
+
+
+def specs_of(values: flags.FlagValues) -> list[ProblemSpec]:
+    """The problems that the flags ask for. ValueError names the flag."""
+    masks = options.choose("masks", values.masks, ALL_BUILDERS)
+    return [
+        ProblemSpec(mask, n, 0, 1, *options.heads_of(heads), values.head_dim, values.dtype, values.seed)
+        for n in options.numbers("seqlens", values.seqlens) for heads in values.heads for mask in masks
+    ]
+
+
+class Race:
+    """The stacks of one process and what their contenders share: inputs, references.
+
+    Args:
+      names: (stack, kernel) of the contenders; against: "stack:kernel" of the one that ratios are to.
+    """
+
+    def __init__(self, names: list[tuple[str, str]], against: str, rounds: int, seconds: float, warm_up: float):
+        # Both stacks live in this process: JAX must not take the card's memory for itself.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        self._names, self._against, self._timing = names, against, (rounds, seconds, warm_up)
+        modules = {name: importlib.import_module(f"bench.{name}_stack") for name in sorted({s for s, _ in names})}
+        self._stacks = {name: module.Stack() for name, module in modules.items()}
+        self._inputs = {name: Inputs(stack) for name, stack in self._stacks.items()}
+        self._references: dict[str, Reference] = {}
+
+    def key(self, spec: ProblemSpec, which: str) -> str:
+        """Unique name of a row."""
+        return f"peers/{which}/{spec.label}/{'+'.join(':'.join(name) for name in self._names)}"
+
+    def row(self, spec: ProblemSpec, which: str) -> dict[str, Any]:
+        """Judges and races all contenders that take a problem; the status is the worst that befell one of them."""
+        problem, ready = spec.problem(), []
+        case = {"pass": which, "contenders": [":".join(name) for name in self._names]}
+        case |= {n: getattr(spec, n) for n in ("mask", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype", "seed")}
+        environment = {"stacks": {name: stack.environment() for name, stack in self._stacks.items()}}
+        row = engine.new_row(self.key(spec, which), "peers", case, engine.environment.machine() | environment)
+        row |= {"flops": problem.flops(which), "refused": {}, "failed": {}, "errors": {}}
+        for stack, kernel in self._names:
+            name = f"{stack}:{kernel}"
+            try:
+                made, found = self._judged(stack, kernel, spec, problem, which)
+            except Unsupported as reason:
+                row["refused"][name] = str(reason)
+                continue
+            except Exception as fault:  # one contender's fault is told in the row, and the others race
+                failure = failure_of(fault)
+                row["failed"][name], row["status"] = failure["reason"], failure["status"]
+                continue
+            row["errors"][name] = found["errors"]
+            if found["wrong"]:
+                row["failed"][name], row["status"] = "; ".join(found["wrong"]), "mismatch"
+            else:
+                ready.append(made)
+        row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in row["failed"].items())
+        return row | rates_of(row["flops"], interleave(ready, *self._timing), self._against)
+
+    def _judged(self, stack_name, kernel, spec, problem, which):
+        stack, sample = self._stacks[stack_name], spots_of(problem)
+        tensors = self._inputs[stack_name].of(problem, spec.inputs())
+        made = contender(stack, kernel, problem, which, tensors)
+        if spec.label not in self._references:
+            self._references = {spec.label: reference_of(problem, spec.inputs(), sample)}
+        return made, judged(made, stack, problem, sample, self._references[spec.label])
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in one line of text."""
+    rates = ", ".join(f"{name} {x:.0f}" for name, x in sorted(row["tflops"].items(), key=lambda x: -x[1]))
+    failed = f" FAILED {row['reason']}" if row["failed"] else ""
+    return f"{row['key'].rpartition('/')[0]}: {rates} TFLOP/s{failed}"
 
 
 def main(argv):
+    values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    # Both stacks live in this process: JAX must not take the card's memory for itself.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    names = {name.split(":")[0] for name in CONTENDERS.value}
-    stacks = {name: importlib.import_module(f"bench.{name}_stack").Stack() for name in sorted(names)}
-    for seq_len in map(int, SEQ_LENS.value):
-        for heads in HEADS.value:
-            q_heads, kv_heads = map(int, heads.split(":"))
-            for mask in MASKS.value:
-                spec = ProblemSpec(mask, seq_len, 0, 1, q_heads, kv_heads, HEAD_DIM.value, DTYPE.value)
-                for which in PASSES_FLAG.value:
-                    row = run_case(stacks, spec, which)
-                    rates = ", ".join(f"{n} {x:.0f}" for n, x in sorted(row["tflops"].items(), key=lambda x: -x[1]))
-                    logging.info("%s %d %s %s: %s TFLOP/s", mask, seq_len, heads, which, rates)
-                    if OUT.value:
-                        with Path(OUT.value).open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(row) + "\n")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        names, specs = contenders_of(values), specs_of(values)
+        passes = options.choose("passes", values.passes, PASSES)
+        writer = engine.open_records(engine.Options(Path(values.out), values.resume))
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    race = Race(names, values.against, values.rounds, values.seconds, values.warm_up)
+    with writer:
+        for spec in specs:
+            for which in passes:
+                if race.key(spec, which) not in writer.keys:
+                    row = race.row(spec, which)
+                    writer.write(row)
+                    console.print(told(row), markup=False)
+    return 1 if any(row["status"] != "ok" for row in records.read(values.out)) else 0
 
 
 if __name__ == "__main__":
+    define()
     app.run(main)

@@ -51,14 +51,6 @@ def settings_of(block: str, density: float, causal: bool) -> tuple[str, tuple]:
     return "uniform_block", differing(sparse_block=int(block), density=density, sparse_causal=causal)
 
 
-def heads_of(text: str) -> tuple[int, int]:
-    """(q_heads, kv_heads) of a --heads entry. ValueError names the flag."""
-    q, _, kv = text.partition(":")
-    if not (q.isdigit() and kv.isdigit() and int(kv)) or int(q) % int(kv):
-        raise ValueError(f"--heads: {text!r} is no q_heads:kv_heads, the second dividing the first")
-    return int(q), int(kv)
-
-
 def density_of(text: str) -> float:
     """A --densities entry. ValueError names the flag."""
     try:
@@ -81,7 +73,7 @@ def cases(values: flags.FlagValues) -> list[Case]:
     out = []
     for n in options.numbers("seqlens", values.seqlens):
         for heads in values.heads:
-            size = (n, 0, values.batch, *heads_of(heads), values.head_dim, values.dtype, values.seed)
+            size = (n, 0, values.batch, *options.heads_of(heads), values.head_dim, values.dtype, values.seed)
             specs = [(dense, ProblemSpec("full", *size))]
             specs += [(kernels, ProblemSpec(mask, *size, settings)) for mask, settings in patterns]
             out += [Case(stack, kernel, which, spec) for names, spec in specs for stack in stacks for kernel in names

@@ -76,8 +76,12 @@ def sample_of(problem: AttentionProblem) -> Sample:
     heads, cells = tuple(sorted({0, problem.kv_heads - 1})), problem.q_len * problem.kv_len
     if cells <= WHOLE_CELLS:
         return Sample((0,), heads)
-    if cells * problem.group * len(heads) > BOTH_HEADS_CELLS:
-        heads = heads[-1:]
+    return spots_of(problem, heads[-1:] if cells * problem.group * len(heads) > BOTH_HEADS_CELLS else heads)
+
+
+def spots_of(problem: AttentionProblem, kv_heads: tuple[int, ...] | None = None) -> Sample:
+    """Some rows and keys of kv heads (of the last, unless told) of the first batch entry: the cheapest judge."""
+    heads = kv_heads or (problem.kv_heads - 1,)
     return Sample((0,), heads, _some(problem.q_len, SPOT_ROWS), _some(problem.kv_len, SPOT_KEYS))
 
 
@@ -111,9 +115,13 @@ class Reference:
             )
 
 
-def reference_of(problem: AttentionProblem, spec: InputSpec) -> Reference:
-    """Reference and budget of a problem on its inputs; imports PyTorch, uses its GPU if there is one."""
-    sample = sample_of(problem)
+def reference_of(problem: AttentionProblem, spec: InputSpec, sample: Sample | None = None) -> Reference:
+    """Reference and budget of a problem on its inputs; imports PyTorch, uses its GPU if there is one.
+
+    Args:
+      sample: which part; `sample_of` the problem if None, else one of `spots_of`.
+    """
+    sample = sample or sample_of(problem)
     head_of = _mask_heads(problem, sample)
     if sample.rows is not None:
         taken = _long_inputs(problem.q_shape, problem.kv_shape, problem.dtype, spec, sample)

@@ -16,7 +16,8 @@ def test_examples(name):
 
 
 @pytest.mark.parametrize("name, flag", [
-    ("dense", "--seqlens"), ("parity", "--shapes"), ("quick", "--folder"), ("fuzz", "--seconds"),
+    ("dense", "--seqlens"), ("peers", "--against"), ("parity", "--shapes"), ("quick", "--folder"),
+    ("fuzz", "--seconds"),
     ("report", "--folder"), ("compare", "--threshold")])
 def test_help_is_readable(name, flag):
     done = subprocess.run([sys.executable, "-m", f"bench.{name}", "--help"], capture_output=True, text=True)

@@ -1,13 +1,13 @@
 """The peers' protocol: all contenders in every round, medians and ratios, refusals kept, both stacks in one process."""
 
 import collections
-import json
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
-from bench import interleave
+from bench import interleave, peers, records
 from bench.cases import ProblemSpec
 
 
@@ -23,24 +23,56 @@ def test_every_contender_runs_warm_up_and_timed_calls_in_every_round():
 
 
 def test_rates_are_flops_over_the_median_and_ratios_are_to_the_one_named():
-    spec = ProblemSpec("causal", 64)
     found = {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}
-    row = interleave.row_of(spec, "forward", 6 * 10**12, found, {"z": "why"}, "y")
+    row = interleave.rates_of(6 * 10**12, found, "y")
     assert row["tflops"] == {"x": 3.0, "y": 2.0} and row["ratio"] == {"x": 1.5, "y": 1.0}
-    assert row["spread"] == {"x": 4.0, "y": 0.0} and row["refused"] == {"z": "why"}
-    assert interleave.row_of(spec, "forward", 1, {"x": [1.0]}, {}, "absent")["ratio"] == {}
+    assert row["spread"] == {"x": 4.0, "y": 0.0} and row["against"] == "y"
+    assert interleave.rates_of(1, {"x": [1.0]}, "absent")["ratio"] == {}
 
 
-@pytest.mark.slow
+def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
+    """One result off by a hundredth, one exception: told in the row, and the others race."""
+    names = [("torch", name) for name in ("naive", "sdpa", "fa1", "flex")]
+    race = peers.Race(names, "torch:naive", rounds=2, seconds=0, warm_up=0)
+    stack = race._stacks["torch"]
+    real = stack.kernel
+    faults = {"sdpa": lambda out, lse: (out * 1.01, lse), "fa1": lambda out, lse: 1 / 0}
+
+    def kernel(name):
+        base, fault = real("naive"), faults.get(name, lambda *results: results)
+        return dataclasses.replace(base, name=name, forward=lambda *args: fault(*base.forward(*args)))
+
+    monkeypatch.setattr(stack, "kernel", kernel)
+    row = race.row(ProblemSpec("causal_document", 300, q_heads=4, kv_heads=2, head_dim=32, dtype="float32"), "forward")
+    assert set(row["tflops"]) == {"torch:naive", "torch:flex"} and set(row["failed"]) == {"torch:sdpa", "torch:fa1"}
+    assert "out: error 0.01" in row["failed"]["torch:sdpa"] and "ZeroDivisionError" in row["reason"]
+    assert row["status"] == "error" and row["errors"]["torch:naive"]["out"] < 1e-6
+
+
+@pytest.mark.parametrize("flag, said", [
+    ("--contenders=torch:nonesuch", "--contenders: 'torch:nonesuch'"), ("--contenders=naive", "--contenders: 'naive'"),
+    ("--masks=causl", "--masks: 'causl'"), ("--seqlens=8Q", "--seqlens: '8Q'"), ("--heads=4:3", "--heads: '4:3'"),
+    ("--passes=both", "--passes: 'both'")])
+def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "bench.peers", f"--out={tmp_path / 'r.jsonl'}", flag],
+                          capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and said in done.stderr and not (tmp_path / "r.jsonl").exists()
+
+
 def test_both_stacks_meet_in_one_process(tmp_path):
     out = tmp_path / "peers.jsonl"
     command = [
         sys.executable, "-m", "bench.peers", "--contenders=jax:naive,torch:naive,jax:flashmask",
-        "--against=torch:naive", "--mask=causal", "--seq_lens=64", "--heads=2:1", "--head_dim=64", "--rounds=1",
+        "--against=torch:naive", "--masks=causal", "--seqlens=64", "--heads=2:1", "--head_dim=64", "--rounds=1",
         "--seconds=0", "--warm_up=0", f"--out={out}",
     ]
     subprocess.run(command, check=True, timeout=120)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["pass"] for row in rows] == ["forward", "backward"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "--resume" in again.stderr
+    subprocess.run([*command, "--resume"], check=True, timeout=120)
+    rows = records.read(out)
+    assert [row["case"]["pass"] for row in rows] == ["forward", "backward"]
     for row in rows:
         assert set(row["tflops"]) == {"jax:naive", "torch:naive"} and "Hopper" in row["refused"]["jax:flashmask"]
+        assert row["status"] == "ok" and row["key"].endswith("jax:naive+torch:naive+jax:flashmask")
+        assert all(max(errors.values()) < 0.02 for errors in row["errors"].values())
