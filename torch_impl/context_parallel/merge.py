@@ -26,7 +26,7 @@ def merge(a: Partial, b: Partial, *, in_place: bool = False) -> Partial:
 
     Args:
       a, b: out [B, S, H, D] and lse [B, H, S], natural log, -inf for a row that sees no key; read as float32.
-      in_place: the result takes the place of `a`, which must be float32.
+      in_place: out takes the place of `a`'s, which must be float32.
 
     Returns: out and lse, float32; (0, -inf) where neither side saw a key.
 
@@ -39,8 +39,7 @@ def merge(a: Partial, b: Partial, *, in_place: bool = False) -> Partial:
     if in_place and out_a.is_cuda:
         from torch_impl.context_parallel.merge_triton import merge_into  # needs triton
 
-        merge_into(out_a, lse_a, out_b, lse_b)
-        return out_a, lse_a
+        return out_a, merge_into(out_a, lse_a, out_b, lse_b)
     top = torch.maximum(lse_a, lse_b)
     guard = top.masked_fill(top == -torch.inf, 0.0)
     weight_a, weight_b = torch.exp(lse_a - guard), torch.exp(lse_b - guard)

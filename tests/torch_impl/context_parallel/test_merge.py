@@ -76,9 +76,21 @@ def test_fused_pass_is_the_merge():
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a, b = (tuple(x.to(device) for x in drawn(seed, b=2, s=37, h=3, d=20)) for seed in (8, 9))
+    want, operand = merge(a, b), a[1].clone()
+    lse = merge_into(*a, *b)
+    torch.testing.assert_close((a[0], lse), want, rtol=2e-6, atol=1e-6)
+    assert torch.equal(a[1], operand)  # written in place, a warp would read what another one has merged already
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: an interpreter runs a program's threads in step")
+def test_fused_pass_of_many_rows_again_and_again():
+    from torch_impl.context_parallel.merge_triton import merge_into
+
+    a, b = (tuple(x.cuda() for x in drawn(seed, b=1, s=1536, h=64, d=128)) for seed in (8, 9))
     want = merge(a, b)
-    merge_into(*a, *b)
-    torch.testing.assert_close(a, want, rtol=2e-6, atol=1e-6)
+    for _ in range(20):
+        out = a[0].clone()
+        torch.testing.assert_close((out, merge_into(out, a[1], *b)), want, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(triton_support.available() is not None, reason=str(triton_support.available()))
