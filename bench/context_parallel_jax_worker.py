@@ -43,6 +43,7 @@ from workload.schedule import Schedule
 
 BATCH_SECONDS = 0.02  # what it costs to launch a program on all devices is small in a batch of calls this long
 TOKENS_AT = {4: 1, 3: 2}  # the token axis of the exchanged q, k, v, out and of lse, by their ranks
+THREADS = 8  # that lower and compile: lowering is Python's, one at a time
 LEAST_BYTES = 1 << 12  # of a message between processes: sizes are powers of two, each compiled once
 
 
@@ -107,7 +108,7 @@ class Job(worker.Job):
         super().__init__(request)
         self.stack = Stack()
         self.rank, self.world, self.progress = jax.process_index(), jax.device_count(), launch.Progress()
-        self._threads = ThreadPoolExecutor(os.cpu_count())
+        self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         self._plans: dict[tuple[str, int], Any] = {}
         self._programs: dict[Hashable, Future] = {}
 
@@ -124,16 +125,23 @@ class Job(worker.Job):
     # ---- programs --------------------------------------------------------------------------------
 
     def build(self, cases: Sequence[tuple[Case, int]]) -> None:
-        for size in self.request.links:
-            self._link_programs(size)
-        for case, length in cases:
-            with contextlib.suppress(Exception):  # it is told when the case is at its turn
-                self._passes(self._plan(case, worker.at_length(case, length).schedule()))
+        began = time.perf_counter()
+        plans = [(case.key, there, self._threads.submit(self._on_host, there))
+                 for case, length in cases for there in [worker.at_length(case, length)]]
+        concurrent.futures.wait(future for _, _, future in plans)
+        made = {(key, there.spec.seq_len): future.result() for key, there, future in plans if not future.exception()}
+        self._plans.update(zip(made, cp.alike(list(made.values())), strict=True))  # others fail again at their turn
+        futures = [future for size in self.request.links for future in self._link_programs(size)[0].values()]
+        futures += [self._passes(plan) for plan in self._plans.values()]
         if self.rank == 0 and self.request.timed:
             for case, _ in cases:
                 with contextlib.suppress(Exception):
-                    self._alone(case.spec, case.kernel or self.default_kernel(worker.problem_of(case.spec)))
-        concurrent.futures.wait(self._programs.values())
+                    kernel = case.kernel or self.default_kernel(worker.problem_of(case.spec))
+                    futures.append(self._alone(case.spec, kernel))
+        concurrent.futures.wait(futures)
+        if self.rank == 0:
+            print(f"jax: {len(self._programs)} programs for {len(self._plans)} plans in "
+                  f"{time.perf_counter() - began:.1f} s", flush=True)
 
     def _once(self, key: Hashable, work: Callable[[], Any]) -> Future:
         """The future of work() by a thread, begun once a key."""
@@ -141,17 +149,15 @@ class Job(worker.Job):
             self._programs[key] = self._threads.submit(work)
         return self._programs[key]
 
-    def _plan(self, case: Case, schedule: Schedule):
-        key = case.key, schedule.problem.kv_len
-        if key not in self._plans:
-            mesh = cp.make_mesh(case.topology)
-            kernel = case.kernel or self.default_kernel(schedule.problem)
-            self._plans[key] = cp.plan_of(schedule, mesh, kernel, case.head_groups)
-        return self._plans[key]
+    def _on_host(self, case: Case):
+        schedule = case.schedule()
+        kernel = case.kernel or self.default_kernel(schedule.problem)
+        return cp.plan_of(schedule, cp.make_mesh(case.topology), kernel, case.head_groups, on_host=True)
 
     def _passes(self, plan) -> Future:
         """Both passes, compiled for all plans of equal static parts and shapes."""
-        def work():
+        def work(plan=plan):
+            plan = cp.place(plan)
             q, k, dout = (_like(plan, side) for side in ("q", "kv", "q"))
             first = _compile(_forward, plan, q, k, k)
             saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
@@ -163,8 +169,10 @@ class Job(worker.Job):
         return self._once((tree, tuple((x.shape, str(x.dtype)) for x in leaves)), work)
 
     def ready(self, case: Case, schedule: Schedule, arrays: dict[str, np.ndarray] | None = None) -> Ready | None:
-        plan = self._plan(case, schedule)
-        programs = self._passes(plan).result()
+        length = schedule.problem.kv_len
+        held = self._plans.get((case.key, length))
+        plan = self._on_host(worker.at_length(case, length)) if held is None else held
+        programs, plan = self._passes(plan).result(), cp.place(plan)
         if arrays is None:
             tensors = [_draw(like.shape, str(like.dtype), like.sharding)(n)
                        for n, like in enumerate(_like(plan, side) for side in ("q", "kv", "kv", "q"))]

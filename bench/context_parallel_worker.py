@@ -442,7 +442,9 @@ def run(job: Job, out: str) -> None:
     cases = [c for c in map(from_record, request.cases) if c.key not in before]
     checked = checks_of(request.checked)
     lengths = [(c, request.check_len) for c in cases if c.any_length not in checked]
+    job.progress.at("building")
     job.build([*lengths, *((c, 0) for c in cases if request.timed)])
+    job.progress.at("waiting for its turn")
     _wait_for(request.after)
     links_key = f"links/{job.stack.name}/w{job.world}"
     if request.links:

@@ -61,7 +61,7 @@ class Local:
 
 @functools.cache
 def _once(function: Callable, dtype: str) -> Callable:
-    """A kernel's pass that is lowered once in a program, however many steps or head groups call it with equal shapes."""
+    """A kernel's pass, lowered once in a program however many steps or head groups call it with equal shapes."""
     return jax.jit(function, static_argnames=("scale", dtype))
 
 

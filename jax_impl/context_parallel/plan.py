@@ -1,6 +1,7 @@
 """A schedule made ready for a mesh: the static program and, as arrays, its data; twin in torch_impl."""
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -112,15 +113,43 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *
     """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
     schedule.check_head_groups(head_groups)
     program = Program(schedule.signature, kernel, mesh, head_groups, batch_axes)
-    tokens = NamedSharding(mesh, PartitionSpec(program.token_axes))
-    whole = NamedSharding(mesh, PartitionSpec())
-    data = _host_data(schedule, kernel, head_groups, skip)
-    if on_host:
-        return Plan(program, data)
+    plan = Plan(program, _host_data(schedule, kernel, head_groups, skip))
+    return plan if on_host else place(plan)
+
+
+def place(plan: Plan) -> Plan:
+    """A plan whose data are NumPy arrays (`on_host`), placed on its mesh."""
+    program, data = plan.program, plan.data
+    tokens = NamedSharding(program.mesh, PartitionSpec(program.token_axes))
+    whole = NamedSharding(program.mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: put(x, tokens), dataclasses.replace(data, gathered_order=None))
     if data.gathered_order is not None:
         placed = dataclasses.replace(placed, gathered_order=put(data.gathered_order, whole))
     return Plan(program, placed)
+
+
+def alike(plans: Sequence[Plan]) -> list[Plan]:
+    """The same plans, those that differ in the last axes of their kernels' operands alone made equal in shape.
+
+    How many runs of tiles a row of tiles has depends on the mask; zeros behind them mean none (the kernel contract).
+    Plans of equal shapes and programs share one compilation, so a set of documents or masks known beforehand compiles
+    once. Their data are NumPy arrays (`on_host`).
+    """
+    widest: dict[Hashable, list[int]] = {}
+    keys = []
+    for plan in plans:
+        leaves, tree = jax.tree.flatten(plan.data.masks)
+        keys.append((plan.program, tree, tuple((x.dtype, x.shape[:-1]) for x in leaves)))
+        sizes = [x.shape[-1] for x in leaves]
+        widest[keys[-1]] = [max(pair) for pair in zip(widest.get(keys[-1], sizes), sizes, strict=True)]
+    return [_widened(plan, widest[key]) for plan, key in zip(plans, keys, strict=True)]
+
+
+def _widened(plan: Plan, sizes: Sequence[int]) -> Plan:
+    """The last axes of a plan's operands padded with zeros to these sizes."""
+    leaves, tree = jax.tree.flatten(plan.data.masks)
+    padded = [np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])]) for x, n in zip(leaves, sizes, strict=True)]
+    return Plan(plan.program, dataclasses.replace(plan.data, masks=jax.tree.unflatten(tree, padded)))
 
 
 def _host_data(schedule: Schedule, kernel: str, head_groups: int, skip: bool) -> Data:
