@@ -18,9 +18,9 @@ from bench.timing import Protocol
 from bench.workers import Failure
 from parity.budgets import cross_budget
 from parity.compare import errors, over_budget
-from parity.matrix import SHAPES, TIMED_MASKS
+from parity.matrix import SHAPES
 
-BRIEF = Protocol(samples=5, seconds=0.1, warmups=5)
+BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
 GROUP = 8  # cells of one kernel and shape that a job takes at once: they share compilations
 
 
@@ -53,12 +53,12 @@ class Cell:
 
 def cells(kernels: Iterable[str], masks: Iterable[str], shapes: Iterable[str], which: Iterable[str],
           seed: int) -> list[Cell]:
-    """The matrix, a kernel's cells on a shape together; timed shapes have `TIMED_MASKS` alone."""
+    """The matrix, a kernel's cells on a shape together."""
     masks, which = tuple(masks), tuple(which)
     return [
         Cell(kernel, w, shape, spec_of(mask, shape, seed))
         for shape in shapes for kernel in kernels for mask in masks for w in which
-        if not SHAPES[shape].timed or mask in TIMED_MASKS
+        if mask in (SHAPES[shape].masks or masks)
     ]
 
 

@@ -5,7 +5,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a parity problem: rows differ from keys, batch above one, ragged tails, grouped and plain heads."""
+    """Sizes of a parity problem: rows differ from keys, batch above one, ragged tails, grouped and plain heads.
+
+    Attributes:
+      masks: those that it is crossed with; none named, all of them. timed: on a GPU, kernels are timed on it.
+    """
 
     seq_len: int
     q_len: int
@@ -17,7 +21,8 @@ class Shape:
     window: int
     block: int
     sparse_block: int = 64
-    timed: bool = False  # on a GPU
+    timed: bool = False
+    masks: tuple[str, ...] = ()
 
 
 SHAPES = {
@@ -27,8 +32,9 @@ SHAPES = {
     "plain_heads": Shape(1536, 1536, 1, 4, 4, 64, "bfloat16", 200, 192),
     "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128, 128),
     "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
-    "long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True),
-    "long_plain": Shape(8192, 8192, 1, 16, 16, 128, "bfloat16", 1024, 1024, 64, True),
+    "long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True,
+                  ("causal", "causal_document", "uniform_block")),
+    "long_plain": Shape(8192, 8192, 1, 16, 16, 128, "bfloat16", 1024, 1024, 64, True, ("uniform_block",)),
     "ranks": Shape(203, 147, 2, 6, 3, 16, "bfloat16", 37, 24, 16),
     "ranks_long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True),
 }
@@ -36,4 +42,3 @@ RANK_SHAPES = ("ranks", "ranks_long")  # of schemes: on a CPU, on GPUs; the othe
 KERNEL_SHAPES = tuple(name for name in SHAPES if name not in RANK_SHAPES)
 CPU_SHAPES = ("tiny", "tiny_half")
 GPU_SHAPES = ("ragged", "plain_heads", "float16", "float32", "long", "long_plain")
-TIMED_MASKS = ("causal", "causal_document", "uniform_block")  # of timed shapes of kernels: one of each kind
