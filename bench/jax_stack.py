@@ -76,6 +76,8 @@ class Stack:
         """What stands for an array in `compile_ahead`."""
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
+    shapes_of = staticmethod(jax.eval_shape)  # (function, *arguments) -> what stands for its results
+
     def random(self, problem: AttentionProblem) -> list[jax.Array]:
         """q, k, v, dout of a problem, standard normal, made on the device."""
         return self.random_ahead(problem)()
@@ -116,8 +118,11 @@ class Stack:
         """Memory of the compiled program: its operands, results and temporaries."""
         return _bytes(compiled)
 
-    def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
+    def compile_ahead(self, name: Hashable, function: Callable, *arguments, donate: bool = False
+                      ) -> tuple[Callable, float]:
         """(callable, seconds of tracing and compiling), without any work on the device; arguments may be shapes.
+
+        donate: whether the first argument's memory is handed over for the result, as a running sum's is.
 
         A function of the same name on operands of the same shapes and static parts is compiled once: another mask
         of the same signature costs nothing, and is told the seconds of the first.
@@ -126,7 +131,7 @@ class Stack:
         key = (name, tree, tuple((x.shape, str(x.dtype)) for x in leaves))
         if key not in self._compiled:
             began = time.perf_counter()
-            compiled = jax.jit(function).lower(*arguments).compile()
+            compiled = jax.jit(function, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
             self._compiled[key] = compiled, time.perf_counter() - began
         return self._compiled[key]
 

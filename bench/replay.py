@@ -126,15 +126,14 @@ def shape_key(case: cp.Case, schedule: Schedule) -> tuple:
 def summary(schedule: Schedule, measured: dict[str, Any], links: Links) -> dict[str, Any]:
     """What a row tells of measured local work: per pass the slowest rank's seconds and the predicted job's.
 
-    measured: of `replay_task.times`: what combining costs comes to every step but the first, what is done once to that.
+    measured: of `replay_task.times`; what is done once comes to the first step.
     """
     steps = range(len(schedule.signature.steps))
     out: dict[str, Any] = {}
-    for which, extra, once in zip(PASSES, measured["combine"], measured["once"], strict=True):
+    for which, once in zip(PASSES, measured["once"], strict=True):
         slowest = np.zeros(len(steps))
         for run in measured["runs"]:
             slowest[run["step"]] = max(slowest[run["step"]], run[which])
-        slowest[1:] += extra
         slowest[0] += once
         found = predict(schedule.signature, which, slowest.tolist(), links)
         out[which] = {"slowest": slowest.tolist(), "compute": found.compute, "predicted": found.total,
@@ -338,10 +337,13 @@ class Estimate(Replay):
 def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
     """What `replay_task` measures, from counts: visited tiles at a rate, a partial one 1.5 times as dear as a full one.
 
-    A merge, and the addition of gradients, moves three float32 tensors through memory. A dynamic mask counts its cells.
+    A later step of a walk reads the float32 out that it adds to, besides writing it; gradients are added where they are
+    made. A dynamic mask counts its cells.
     """
     runs: list[dict[str, Any]] = []
     signature = schedule.signature
+    rows = signature.batch * signature.q_rows * signature.heads.q_local * signature.head_dim
+    add = 4 * rows / MEMORY_BANDWIDTH
     for work in works_of(0, schedule, ranks):
         problem = work.problem
         cells = problem.cells
@@ -351,13 +353,11 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
             cells *= problem.batch * problem.q_heads
         runs.append({
             "step": work.step, "rank": work.rank, "cells": int(schedule.cells[work.step, work.rank]),
-            "forward": 4 * cells * problem.head_dim / rate, "backward": 10 * cells * problem.head_dim / rate,
+            "forward": 4 * cells * problem.head_dim / rate + add * work.later,
+            "backward": 10 * cells * problem.head_dim / rate,
         })
-    rows = signature.batch * signature.q_rows * signature.heads.q_local * signature.head_dim
-    keys = signature.batch * signature.kv_rows * signature.heads.kv_local * signature.head_dim
-    return {"runs": runs, "combine": [12 * rows / MEMORY_BANDWIDTH, 12 * (rows + 2 * keys) / MEMORY_BANDWIDTH],
-            "once": [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 4)],
-            "kernel": "tiles", "spot_errors": {}}
+    once = [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 16)]
+    return {"kernel": "tiles", "runs": runs, "once": once, "spot_errors": {}}
 
 
 def _check_key(case: cp.Case) -> tuple:

@@ -135,13 +135,18 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """One local problem that is run: which step and rank of which case, and a key that equal problems share."""
+    """One local problem that is run: which step and rank of which case, and a name that equal problems share."""
 
     case: int
     step: int
     rank: int
     problem: AttentionProblem
-    key: str
+    name: str
+
+    @property
+    def later(self) -> bool:
+        """Whether it adds to what an earlier step made."""
+        return self.step > 0
 
 
 def chosen_ranks(cells: np.ndarray, count: int) -> list[int]:
@@ -199,7 +204,7 @@ class _Group:
     cells: list[np.ndarray]
     problems: dict[str, AttentionProblem]
     operands: dict[str, Any]
-    programs: "_Programs"
+    programs: "_Programs | _Walked"
     spots: list[tuple[AttentionProblem, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -221,17 +226,18 @@ def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     signature, stack = schedules[0].signature, stack_of(cases[0].stack)
     stack.release()
     works = [w for n, s in enumerate(schedules) for w in works_of(n, s, count)]
-    problems = {w.key: w.problem for w in works}
+    problems = {w.name: w.problem for w in works}
     distinct, walked = len(problems), len(signature.steps) > 1
-    chosen, some = stack.kernel(kernel_of(cases[0])), works[0].problem
+    chosen, some = stack.kernel(kernel_of(cases[0])), works[0]
     for problem in problems.values():
         chosen.require(problem)
     if walked:
-        problems[NOTHING] = unseeing(some)
+        problems[NOTHING] = unseeing(some.problem)
     began = time.perf_counter()
     operands = dict(zip(problems, stack.prepare_alike(chosen, list(problems.values())), strict=True))
     prepare_seconds = time.perf_counter() - began
-    programs = _Programs(stack, chosen, some, operands[works[0].key], walked, signature.topology.world > 1)
+    make: Any = _Walked if walked else functools.partial(_Programs, partial_grads=signature.topology.world > 1)
+    programs = make(stack, chosen, some.problem, operands[some.name])
     _ready.append(_Group(works, [s.cells for s in schedules], problems, operands, programs))
     return {"kernel": chosen.name, "distinct": distinct, "prepare_seconds": prepare_seconds,
             "compile_seconds": time.perf_counter() - began - prepare_seconds}
@@ -240,26 +246,23 @@ def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
 def times(protocol: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the local work that `build` made, of all its cases.
 
-    Returns: per case its runs, [{step, rank, cells, forward, backward}]; and of a walk, by pass, what every step but
-    the first costs besides (`combine`: a merge, the addition of dq, dk, dv), what a rank does once (`once`: out in
-    its dtype, the row sums of out * dout) and what a step costs a rank that sees nothing of it (`nothing`).
+    Returns: per case its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to
+    what the steps before made; and by pass what a rank of a walk does `once`: out in its dtype and the row sums of
+    out * dout, and dq from the sum that its kernel keeps.
     """
     group, limits = _ready[0], Protocol(**protocol)
     programs, seconds = group.programs, {}
     programs.draw()
-    for name, operands in group.operands.items():
-        seconds[name] = programs.seconds(operands, limits)
-        if len(group.spots) < SPOTS and name != NOTHING:
-            group.spots.append((group.problems[name], (*programs.forward(operands), *programs.backward(operands))))
+    for name, later in dict.fromkeys((w.name, w.later) for w in group.works):
+        seconds[name, later] = programs.seconds(group.operands[name], later, limits)
+    for name in list(group.operands)[:SPOTS]:
+        group.spots.append((group.problems[name], programs.results(group.operands[name], group.operands.get(NOTHING))))
     runs: list[list[dict[str, Any]]] = [[] for _ in group.cells]
     for w in group.works:
-        forward, backward = seconds[w.key]
+        forward, backward = seconds[w.name, w.later]
         cells = int(group.cells[w.case][w.step, w.rank])
         runs[w.case].append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
-    found = {"runs": runs, "combine": [0.0, 0.0], "once": [0.0, 0.0]}
-    if programs.walked:
-        found |= {"nothing": list(seconds[NOTHING])} | programs.seconds_besides(group.operands[NOTHING], limits)
-    return found
+    return {"runs": runs, "once": programs.seconds_once(group.operands[group.works[0].name], limits)}
 
 
 def spots() -> dict[str, float]:
@@ -272,72 +275,147 @@ def spots() -> dict[str, float]:
 
 
 class _Programs:
-    """What a rank of a scheme runs, compiled for the shapes of a local problem.
+    """What a rank runs that has all its keys at hand, compiled for the shapes of a local problem.
 
     Attributes:
       inputs: q, k, v, dout, random; there once `draw` has been called.
-      walked: whether results are parts of a larger problem, out in float32, that are merged and added up.
     """
 
-    def __init__(self, stack, kernel, problem: AttentionProblem, operands, walked: bool, partial_grads: bool):
-        self.stack, self.walked, scale, ahead = stack, walked, problem.scale, stack.compile_ahead
-        kinds = [stack.float32 if partial else None for partial in (walked, partial_grads)]
+    def __init__(self, stack, kernel, problem: AttentionProblem, operands, partial_grads: bool):
+        self.stack, self.inputs = stack, []
+        scale, grad_dtype = problem.scale, stack.float32 if partial_grads else None
 
         def forward(q, k, v, operands):
-            return kernel.forward(q, k, v, operands, scale, out_dtype=kinds[0])
+            return kernel.forward(q, k, v, operands, scale)
 
-        def backward(q, k, v, out, lse, dout, delta, operands):
-            return kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=kinds[1], delta=delta)
+        def backward(q, k, v, out, lse, dout, operands):
+            return kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=grad_dtype)
 
-        q, k = (stack.shape(shape, problem.dtype) for shape in (problem.q_shape, problem.kv_shape))
-        lse = stack.shape((problem.batch, problem.q_heads, problem.q_len), "float32")
-        self._random, self.inputs = stack.random_ahead(problem), []
-        self._forward, _ = ahead(("forward", kernel.name, scale, walked), forward, q, k, k, operands)
-        self._backward, _ = ahead(("backward", kernel.name, scale, partial_grads), backward, q, k, k, q, lse, q,
-                                  lse if walked else None, operands)
-        if walked:
-            single = [stack.shape(shape, "float32") for shape in (problem.q_shape, problem.kv_shape, problem.kv_shape)]
-            part = single[0], lse
-            self._round, _ = ahead("round", stack.like, single[0], q)
-            self._row_sums, _ = ahead("row_sums", stack_part(stack.name, "local").row_sums, q, q)
-            self._merge, _ = ahead("merge", stack_part(stack.name, "merge").merge, part, part)
-            self._add, _ = ahead("add", lambda a, b: [x + y for x, y in zip(a, b, strict=True)], single, single)
+        q, k, lse = _shapes(stack, problem)
+        self._random = stack.random_ahead(problem)
+        self._forward, _ = stack.compile_ahead("forward", forward, q, k, k, operands)
+        self._backward, _ = stack.compile_ahead("backward", backward, q, k, k, q, lse, q, operands)
 
     def draw(self) -> None:
         """Makes the inputs, on the device."""
         self.inputs = self._random()
 
-    def forward(self, operands):
-        """out, lse."""
-        return self._forward(*self.inputs[:3], operands)
-
-    def backward(self, operands):
-        """dq, dk, dv, from the problem's own forward pass."""
-        return self._backward_call(operands)()
-
-    def _backward_call(self, operands):
+    def results(self, operands, nothing):
+        """out, lse, dq, dk, dv."""
+        del nothing
         q, k, v, dout = self.inputs
-        out, lse = self.forward(operands)
-        if not self.walked:
-            return functools.partial(self._backward, q, k, v, out, lse, dout, None, operands)
-        out = self._round(out, q)
-        return functools.partial(self._backward, q, k, v, out, lse, dout, self._row_sums(out, dout), operands)
+        out, lse = self._forward(q, k, v, operands)
+        return out, lse, *self._backward(q, k, v, out, lse, dout, operands)
 
-    def seconds(self, operands, protocol: Protocol) -> tuple[float, float]:
+    def seconds(self, operands, later: bool, protocol: Protocol) -> tuple[float, float]:
         """Of both passes."""
-        forward = functools.partial(self.forward, operands)
-        return _seconds(self.stack, forward, protocol), _seconds(self.stack, self._backward_call(operands), protocol)
+        assert not later
+        q, k, v, dout = self.inputs
+        out, lse = self._forward(q, k, v, operands)
+        calls = (functools.partial(self._forward, q, k, v, operands),
+                 functools.partial(self._backward, q, k, v, out, lse, dout, operands))
+        return _seconds(self.stack, calls[0], protocol), _seconds(self.stack, calls[1], protocol)
 
-    def seconds_besides(self, operands, protocol: Protocol) -> dict[str, list[float]]:
-        """By pass, of combining two steps' results and of what a rank does once; see `times`."""
-        q, dout = self.inputs[0], self.inputs[3]
-        parts = [tuple(self.forward(operands)) for _ in range(2)]  # two of each: both are read from memory
-        grads = [list(self.backward(operands)) for _ in range(2)]
-        calls = {
-            "combine": (lambda: self._merge(*parts), lambda: self._add(*grads)),
-            "once": (lambda: self._round(parts[0][0], q), lambda: self._row_sums(q, dout)),
-        }
-        return {name: [_seconds(self.stack, call, protocol) for call in pair] for name, pair in calls.items()}
+    def seconds_once(self, operands, protocol: Protocol) -> list[float]:
+        """Nothing besides."""
+        del operands, protocol
+        return [0.0, 0.0]
+
+
+class _Walked:
+    """What a rank runs to which keys come step by step: of each pass its first step, a later one, and what ends it."""
+
+    def __init__(self, stack, kernel, problem: AttentionProblem, operands):
+        self.stack, self.inputs, scale, ahead = stack, [], problem.scale, stack.compile_ahead
+        local = stack_part(stack.name, "local")
+        running = local.running(kernel)
+
+        def forward(part, q, k, v, operands):
+            return running.forward(part, q, k, v, operands, scale=scale)
+
+        def backward(total, q, k, v, out, lse, dout, delta, operands):
+            return running.backward(total, q, k, v, out, lse, dout, operands, scale=scale, delta=delta)
+
+        def end_forward(part, q):
+            out, lse = running.result(part, q)
+            return stack.like(out, q), lse
+
+        def start_backward(out, dout):
+            return local.row_sums(out, dout)
+
+        def end_backward(total, q):
+            return running.gradient(total, q, scale)
+
+        q, k, lse = _shapes(stack, problem)
+        self._random = stack.random_ahead(problem)
+        self._first, _ = ahead("first", functools.partial(forward, None), q, k, k, operands)
+        part = stack.shapes_of(functools.partial(forward, None), q, k, k, operands)
+        self._later, _ = ahead("later", forward, part, q, k, k, operands, donate=True)
+        self._end, _ = ahead("end", end_forward, part, q)
+        self._row_sums, _ = ahead("row_sums", start_backward, q, q)
+        sides = (q, k, k, q, lse, q, lse, operands)
+        self._first_back, _ = ahead("first_back", functools.partial(backward, None), *sides)
+        total = stack.shapes_of(functools.partial(backward, None), *sides)
+        self._later_back, _ = ahead("later_back", lambda made, *rest: backward(made[0], *rest), total, *sides,
+                                    donate=True)
+        self._end_back, _ = ahead("end_back", end_backward, total and total[0], q)
+
+    def draw(self) -> None:
+        """Makes the inputs, on the device."""
+        self.inputs = self._random()
+
+    def _saved(self, part):
+        """What the steps of a backward pass read besides keys and masks: q, k, v, out, lse, dout, delta."""
+        q, k, v, dout = self.inputs
+        out, lse = self._end(part, q)
+        return q, k, v, out, lse, dout, self._row_sums(out, dout)
+
+    def results(self, operands, nothing):
+        """out, lse, dq, dk, dv, the problem being the second step, behind one that shows nothing."""
+        q, k, v, _ = self.inputs
+        part = self._later(self._first(q, k, v, nothing), q, k, v, operands)
+        saved = self._saved(part)
+        total, dk, dv = self._later_back(self._first_back(*saved, nothing), *saved, operands)
+        return saved[3], saved[4], self._end_back(total, q), dk, dv
+
+    def seconds(self, operands, later: bool, protocol: Protocol) -> tuple[float, float]:
+        """Of both passes, of a step that is the first or a later one."""
+        q, k, v, _ = self.inputs
+        part = self._first(q, k, v, operands)
+        saved = self._saved(part)
+        if not later:
+            return (_seconds(self.stack, lambda: self._first(q, k, v, operands), protocol),
+                    _seconds(self.stack, lambda: self._first_back(*saved, operands), protocol))
+        forward = _Chain(lambda part: self._later(part, q, k, v, operands), part)
+        backward = _Chain(lambda made: self._later_back(made, *saved, operands), self._first_back(*saved, operands))
+        return _seconds(self.stack, forward, protocol), _seconds(self.stack, backward, protocol)
+
+    def seconds_once(self, operands, protocol: Protocol) -> list[float]:
+        """Of what ends the forward pass, and of what begins and ends the backward pass."""
+        q, k, v, dout = self.inputs
+        part = self._first(q, k, v, operands)
+        saved = self._saved(part)
+        total, *_ = self._first_back(*saved, operands)
+        calls = (lambda: self._end(part, q), lambda: self._row_sums(saved[3], dout), lambda: self._end_back(total, q))
+        end, begin_back, end_back = (_seconds(self.stack, call, protocol) for call in calls)
+        return [end, begin_back + end_back]
+
+
+class _Chain:
+    """A call whose result is what the next call begins from."""
+
+    def __init__(self, call, state):
+        self.call, self.state = call, state
+
+    def __call__(self):
+        self.state = self.call(self.state)
+        return self.state
+
+
+def _shapes(stack, problem: AttentionProblem):
+    """What stands for q (and out, dout), k (and v) and lse (and delta)."""
+    q, k = (stack.shape(shape, problem.dtype) for shape in (problem.q_shape, problem.kv_shape))
+    return q, k, stack.shape((problem.batch, problem.q_heads, problem.q_len), "float32")
 
 
 def _seconds(stack, call, protocol: Protocol) -> float:

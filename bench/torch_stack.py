@@ -83,6 +83,9 @@ class Stack:
         """What stands for a tensor in `compile_ahead`."""
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
 
+    def shapes_of(self, function: Callable, *arguments) -> None:
+        """Nothing: see `compile_ahead`."""
+
     def random_ahead(self, problem: AttentionProblem) -> Callable[[], list[torch.Tensor]]:
         """`random` of a problem, nothing of which is to be compiled."""
         return functools.partial(self.random, problem)
@@ -123,9 +126,10 @@ class Stack:
         del result
         return told(compiled, ())
 
-    def compile_ahead(self, name: Hashable, function: Callable, *arguments) -> tuple[Callable, float]:
+    def compile_ahead(self, name: Hashable, function: Callable, *arguments, donate: bool = False
+                      ) -> tuple[Callable, float]:
         """(callable, 0.0): nothing is compiled before the first call."""
-        del name, arguments  # its compilers keep their own caches
+        del name, arguments, donate  # its compilers keep their own caches
 
         def run(*args):
             with torch.no_grad():

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl import kernels
+from jax_impl.context_parallel.merge import merge
+from jax_impl.kernels.base import Kernel, Running
 from workload.errors import Unsupported
 from workload.signature import Signature
 
@@ -45,9 +47,14 @@ class Local:
     signature: Signature
     groups: int = 1
 
+    @property
+    def running(self) -> Running:
+        """See the function of this name."""
+        return running(kernels.get(self.kernel))
+
     def forward(self, q, k, v, operands, out_dtype=jnp.float32):
         """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
-        call = _once(kernels.get(self.kernel).forward, "out_dtype")
+        call = _once(kernels.get(self.kernel).forward, "scale", "out_dtype")
         return call(q, k, v, operands, scale=self.signature.scale, out_dtype=jnp.dtype(out_dtype))
 
     def backward(self, saved, dout, delta, operands):
@@ -55,14 +62,35 @@ class Local:
         backward = kernels.get(self.kernel).backward
         if backward is None:
             raise Unsupported(f"jax kernel {self.kernel}", "does not take pass backward")
-        call = _once(backward, "grad_dtype")
+        call = _once(backward, "scale", "grad_dtype")
         return call(*saved, dout, operands, scale=self.signature.scale, grad_dtype=jnp.dtype("float32"), delta=delta)
 
 
 @functools.cache
-def _once(function: Callable, dtype: str) -> Callable:
+def _once(function: Callable, *static: str) -> Callable:
     """A kernel's pass, lowered once in a program however many steps or head groups call it with equal shapes."""
-    return jax.jit(function, static_argnames=("scale", dtype))
+    return jax.jit(function, static_argnames=static)
+
+
+@functools.cache
+def running(kernel: Kernel) -> Running:
+    """How a kernel adds the keys of one step to those of earlier steps: its own way, or by merging its results."""
+    if kernel.running is not None:
+        own = kernel.running
+        return dataclasses.replace(own, forward=_once(own.forward, "scale"), backward=_once(own.backward, "scale"))
+
+    def forward(part, q, k, v, operands, scale):
+        new = kernel.forward(q, k, v, operands, scale, out_dtype=jnp.float32)
+        return new if part is None else merge(part, new)
+
+    def backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
+        if kernel.backward is None:
+            raise Unsupported(f"jax kernel {kernel.name}", "does not take pass backward")
+        dq, dk, dv = kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=jnp.float32, delta=delta)
+        return dq if total is None else total + dq, dk, dv
+
+    forward, backward = _once(forward, "scale"), _once(backward, "scale")
+    return Running(forward, lambda part, q: part, backward, lambda total, q, scale: total)
 
 
 def if_seen(seen, compute: Callable, otherwise: Callable, *operands):

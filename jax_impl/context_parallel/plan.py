@@ -172,13 +172,13 @@ def _host_data(schedule: Schedule, kernel: str, head_groups: int, skip: bool) ->
 
 
 def _seen(schedule: Schedule, step: int, skip: bool) -> np.ndarray | None:
-    """Which ranks see a key of the step, bool [world]; None where all compute.
+    """Which ranks see a key of the step, bool [world]; None where all compute, as in the first step of a walk.
 
     Without `skip`, where one program serves every mask, each remote step asks, whatever this mask shows.
     """
-    seen = schedule.cells[step] > 0
-    asks = not seen.all() if skip else not schedule.signature.steps[step].at_home
-    return seen if asks else None
+    seen, gathers = schedule.cells[step] > 0, schedule.signature.gathers
+    asks = gathers or not schedule.signature.steps[step].at_home
+    return seen if asks and not (seen.all() and skip) and (skip or not gathers) else None
 
 
 def step_operands(schedule: Schedule, kernel: str, head_groups: int = 1) -> list[Any]:

@@ -5,47 +5,42 @@ permutation that all ranks make) brings it; hops nobody needs are not in it. A h
 hides it. The same walk serves usp and, window by window, loongtrain.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jax_impl.context_parallel.local import Data, Local, if_seen, row_sums
-from jax_impl.context_parallel.merge import empty, merge
 from workload.signature import Step
 from workload.topology import Hop
 
 
 def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
-    walk = _Walk(local, (k, v))
-    total: Any = None
-    alone = data.seen == (None,)  # nothing to merge: the kernel's own rounding is the only one
+    if len(data.masks) == 1:  # nothing to merge: the kernel rounds, and once
+        return local.forward(q, k, v, data.masks[0], out_dtype=q.dtype)
+    running, walk, part = local.running, _Walk(local, (k, v)), None
 
-    def attend(total, k, v, operands):
-        part = local.forward(q, k, v, operands, out_dtype=q.dtype if alone else jnp.float32)
-        return part if total is None else merge(total, part)
+    def attend(part, k, v, operands):
+        return running.forward(part, q, k, v, operands, scale=local.signature.scale)
 
     for t, (operands, seen) in enumerate(zip(data.masks, data.seen, strict=True)):
         k, v = walk.enter(t)
-        total = empty(q) if total is None and seen is not None else total
-        total = walk.leave(if_seen(seen, attend, lambda total, *_: total, total, k, v, operands))
-    out, lse = total
+        part = walk.leave(if_seen(seen, attend, lambda part, *_: part, part, k, v, operands))
+    out, lse = running.result(part, q)
     return out.astype(q.dtype), lse
 
 
 def backward(local: Local, saved, dout, data: Data):
     """dq, dk, dv, float32. Every step uses the final out and lse; sums of dk, dv follow their block and go home."""
     q, k, v, out, lse = saved
-    steps, delta = local.signature.steps, row_sums(out, dout)
-    walk, dq, own, moving, carried = _Walk(local, (k, v)), None, [], None, None
+    running, steps, scale = local.running, local.signature.steps, local.signature.scale
+    delta = row_sums(out, dout)
+    walk, total, own, moving, carried = _Walk(local, (k, v)), None, [], None, None
 
-    def gradients(dq, k, v, operands):
-        part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
-        return part if dq is None else dq + part, *sums
+    def gradients(total, k, v, operands):
+        return running.backward(total, q, k, v, out, lse, dout, operands, scale=scale, delta=delta)
 
-    def nothing(dq, k, v, _):
-        return dq, *(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    def nothing(total, k, v, _):
+        return total, *(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
 
     for t, (step, operands, seen) in enumerate(zip(steps, data.masks, data.seen, strict=True)):
         k, v = walk.enter(t)
@@ -53,19 +48,16 @@ def backward(local: Local, saved, dout, data: Data):
             carried_hop = next(s.carried_hop for s in steps[t:] if s.carried_hop is not None)
             carried = _send_sums(local, moving, carried_hop)  # it has this whole window to arrive
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop)
-        dq = jnp.zeros(q.shape, jnp.float32) if dq is None and seen is not None else dq
-        dq, *sums = if_seen(seen, gradients, nothing, dq, k, v, operands)
+        total, *sums = if_seen(seen, gradients, nothing, total, k, v, operands)
         if step.at_home:
             own = sums
         else:
             sums = sums if arriving is None else _add(sums, arriving)
             moving = sums if step.carried_hop is None else _add(sums, carried)
-        dq, own, moving = walk.leave((dq, own, moving))
-    if local.signature.home is None:
-        dk, dv = own
-        return dq, dk, dv
-    dk, dv = _add(own, _send_sums(local, moving, local.signature.home))
-    return dq, dk, dv
+        total, own, moving = walk.leave((total, own, moving))
+    if local.signature.home is not None:
+        own = _add(own, _send_sums(local, moving, local.signature.home))
+    return running.gradient(total, q, scale), *own
 
 
 class _Walk:

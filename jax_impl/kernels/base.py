@@ -14,6 +14,26 @@ def _always() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Running:
+    """How a kernel adds the keys of one call to what earlier calls made of others: the steps of a ring.
+
+    What is carried from call to call is the kernel's own, a pytree of arrays, None before the first call.
+
+    Attributes:
+      forward: (part, q, k, v, operands, scale) -> part.
+      result: (part, q) -> (out float32, lse).
+      backward: (total, q, k, v, out, lse, dout, operands, scale, *, delta) -> (total, dk, dv), dk, dv float32 of these
+        keys; out, lse and delta of all keys.
+      gradient: (total, q, scale) -> dq float32.
+    """
+
+    forward: Callable[..., Any]
+    result: Callable[..., Any]
+    backward: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """One named kernel: what it takes, and its three functions (WORKSPACE.md has their contract).
 
@@ -24,6 +44,7 @@ class Kernel:
       forward: (q, k, v, operands, scale, *, out_dtype=None) -> (out, lse).
       backward: (q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None) -> (dq, dk, dv).
       available: None where it runs on this machine, else the reason.
+      running: how it adds to what earlier calls made; None where results are merged outside of it.
     """
 
     name: str
@@ -32,6 +53,7 @@ class Kernel:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
     available: Callable[[], str | None] = _always
+    running: Running | None = None
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
         """Why it cannot run this problem here: the machine's reason first, then the argument's."""

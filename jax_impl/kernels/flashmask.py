@@ -17,4 +17,5 @@ KERNEL = Kernel(
     hopper_kernel.forward,
     hopper_kernel.backward,
     lambda: hopper_kernel.missing_hardware(),  # looked up at the call, so that a test can stand in for the GPU
+    hopper_kernel.RUNNING,
 )

@@ -51,9 +51,10 @@ class BackwardTiles:
 
 
 def key_major(
-    q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool
+    q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool,
+    total=None,
 ):
-    """dk, dv and, if asked for, dq in float32.
+    """dk, dv and, if asked for, dq in float32, yet to be scaled.
 
     Args:
       q, dout: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim]; one 16-bit dtype.
@@ -61,8 +62,9 @@ def key_major(
       policy: rows are keys in tiles of `tiles.row_tokens`, columns are queries in tiles of `tiles.columns`.
       scale: > 0.
       grad_dtype: of dk and dv.
+      total: dq of other keys, as this function returns it, that this one is added to.
 
-    Returns: (dq float32 as q, or None), dk, dv.
+    Returns: (dq float32 [batch, q_len padded to whole tiles, q_heads, head_dim], or None), dk, dv.
     """
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
@@ -94,7 +96,9 @@ def key_major(
             "dq_s": shared_tile((CONSUMERS, *kernel.dq_part), jnp.float32),
             "ds_ready": bar(num_arrivals=CONSUMERS),
         }
-        buffers = (jax.new_ref(jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)),)
+        if total is None:
+            total = jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)
+        buffers = (jax.new_ref(total),)
     dk, dv = plgpu.kernel(
         kernel.body,
         out_type=[grad, grad],
@@ -107,7 +111,7 @@ def key_major(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="hopper_key_major",
     )(q, k, v, dout, lse, delta, *buffers, *policy.operands())
-    dq = buffers[0][...][:, :q_len] if with_dq else None
+    dq = buffers[0][...] if with_dq else None
     return dq, *((x[0] if split == 1 else x.sum(axis=0).astype(grad_dtype))[:, :kv_len] for x in (dk, dv))
 
 

@@ -73,7 +73,7 @@ def heads_side_by_side(q_heads: int, kv_heads: int, kv_bytes: int, budget: int) 
     return fitting * (q_heads // kv_heads)
 
 
-def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_dtype=None):
+def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_dtype=None, before=None):
     """Attention of q over k and v under a mask policy.
 
     Args:
@@ -81,24 +81,28 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
       policy: rows are queries in tiles of `tiles.row_tokens`, columns are keys in tiles of `tiles.columns`.
       scale: > 0.
       out_dtype: of out; q's by default.
+      before: out (float32) and lse of other keys, as this function returns them, that these are to be merged with;
+        rows that see none of these keys are not touched.
 
-    Returns: out [batch, q_len, q_heads, head_dim] and lse float32 [batch, q_heads, q_len], natural log, -inf where
-    empty.
+    Returns: out [batch, rows, q_heads, head_dim] and lse float32 [batch, q_heads, rows], natural log, -inf where
+    empty; rows are q_len padded to whole tiles.
     """
     batch, q_len, q_heads, dim = q.shape
     padded = round_up(q_len, tiles.row_tokens)
-    out_dtype = jnp.dtype(out_dtype or q.dtype)
+    out_dtype = jnp.dtype(out_dtype or q.dtype) if before is None else jnp.dtype(jnp.float32)
     kv_bytes = 4 * k.shape[1] * dim
     side = heads_side_by_side(q_heads, k.shape[2], kv_bytes, tiles.l2_bytes)
-    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, q.dtype, out_dtype)
+    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, q.dtype, out_dtype, before is not None)
     n, t = tiles.consumers, tiles
     staged = jnp.dtype(q.dtype)
-    out, lse = plgpu.kernel(
+    results = [
+        jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
+        jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
+    ]
+    onto = () if before is None else (before[1], jax.new_ref(before[0]))
+    lse, *made = plgpu.kernel(
         kernel.body,
-        out_type=[
-            jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
-            jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
-        ],
+        out_type=results[:1] if onto else results,
         scratch_types={
             "q_s": shared_tile((n, t.rows, dim), staged),
             "k_s": shared_tile((t.stages, t.columns, dim), staged),
@@ -119,8 +123,8 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         kernel_name="hopper_forward",
-    )(q, k, v, *policy.operands())
-    return out[:, :q_len], lse[:, :, :q_len]
+    )(q, k, v, *onto, *policy.operands())
+    return onto[1][...] if onto else made[0], lse
 
 
 def _named_barrier(instruction: str, following: int):
@@ -153,6 +157,7 @@ class _Forward:
     side: int
     dtype: jnp.dtype
     out_dtype: jnp.dtype
+    adds: bool
 
     @property
     def unit(self) -> float:
@@ -161,8 +166,11 @@ class _Forward:
 
     def body(self, q_g, k_g, v_g, *refs, **scratch):
         """One thread block: a row tile of one head."""
-        *mask_refs, out_g, lse_g = refs
-        s = _Scratch(q_g, k_g, v_g, out_g, lse_g, **scratch)
+        if self.adds:
+            before_g, out_g, *mask_refs, lse_g = refs
+        else:
+            before_g, (*mask_refs, lse_g, out_g) = None, refs
+        s = _Scratch(q_g, k_g, v_g, out_g, lse_g, before_g, **scratch)
         q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         head = Head(lax.axis_index("batch"), q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads)))
         tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
@@ -219,6 +227,7 @@ class _Scratch:
     v_g: jax.Ref
     out_g: jax.Ref
     lse_g: jax.Ref
+    before_g: jax.Ref | None
     q_s: jax.Ref
     k_s: jax.Ref
     v_s: jax.Ref
@@ -261,16 +270,39 @@ class _Consumer:
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
         lse = top * self.kernel.unit + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
-        s.lse_s[self.warpgroup] = jnp.where(some, lse, -jnp.inf)
+        lse = jnp.where(some, lse, -jnp.inf)
+        old = new = None
+        if self.kernel.adds:
+            lse, old, new = self._weights(lse)
+        s.lse_s[self.warpgroup] = lse
         if self.kernel.out_dtype.itemsize == 2:
             s.q_s[self.warpgroup] = out.astype(self.kernel.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.lse_s.at[self.warpgroup], s.lse_g.at[self.head.batch, self.head.q, rows])
         if self.kernel.out_dtype.itemsize == 2:
             plgpu.copy_smem_to_gmem(q_s, s.out_g.at[self.head.batch, rows, self.head.q])
+        elif self.kernel.adds:
+            pl.when(self.walk.total > 0)(lambda: self._add(out, old, new, rows))
         else:
             s.out_g[self.head.batch, rows, self.head.q] = out
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _weights(self, lse):
+        """lse of the earlier keys and these together, and what the earlier out and this one count in it."""
+        rows = pl.ds(self.row0, self.tiles.rows)
+        old = plgpu.load(self.s.before_g.at[self.head.batch, self.head.q, rows], layout=ROW, optimized=False)
+        top = jnp.maximum(old, lse)
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        old, new = (jnp.exp2((x - top) * LOG2E) for x in (old, lse))
+        some = old + new > 0
+        total = jnp.where(some, old + new, 1.0)
+        return jnp.where(some, top + jnp.log2(total) / LOG2E, -jnp.inf), old / total, new / total
+
+    def _add(self, out, old, new, rows):
+        out_g = self.s.out_g.at[self.head.batch, rows, self.head.q]
+        before = plgpu.load(out_g, layout=TILE, optimized=False)
+        old, new = (lax.broadcast_in_dim(x, out.shape, [0]) for x in (old, new))
+        out_g[...] = before * old + out * new
 
     def _all_steps(self, mask_rows, acc_ref):
         t, total = self.tiles, self.walk.total

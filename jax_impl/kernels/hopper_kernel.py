@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.kernels import hopper_masks
+from jax_impl.kernels.base import Running
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
 from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, round_up
 from jax_impl.kernels.hopper_forward import forward as forward_pass
 from jax_impl.kernels.hopper_masks import Policy
 from workload.capability import HALF, Capability
+from workload.errors import Unsupported
 from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 
@@ -153,11 +155,18 @@ def forward(q, k, v, operands: HopperOperands, scale: float, *, out_dtype=None):
     if not q.size or not k.size:
         lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
-    rows = q.shape[1]
-    positive, scale, _ = _positive_scale(q, scale)
-    q, k, v = whole_rows(positive, k, v)
-    out, lse = forward_pass(q, k, v, operands.forward, scale, operands.tiles.forward, out_dtype=out_dtype)
-    return out[:, :rows], lse[:, :, :rows]
+    return _rows(q, *_forward(None, q, k, v, operands, scale, out_dtype))
+
+
+def _rows(q, out, lse):
+    return out[:, : q.shape[1]], lse[:, :, : q.shape[1]]
+
+
+def _forward(before, q, k, v, operands, scale, out_dtype=jnp.float32):
+    """out, lse, rows padded to whole tiles; merged with those before, if any."""
+    q, scale, _ = _positive_scale(q, scale)
+    tiles = operands.tiles.forward
+    return forward_pass(*whole_rows(q, k, v), operands.forward, scale, tiles, out_dtype=out_dtype, before=before)
 
 
 def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *, grad_dtype=None, delta=None):
@@ -168,19 +177,61 @@ def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *,
     if delta is None:
         delta = jnp.einsum(
             "bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32, precision="highest")
-    tiles, deterministic = operands.tiles, operands.query_major is not None
-    rows, keys = q.shape[1], k.shape[1]
-    padding = ((0, 0), (0, 0), (0, round_up(rows, 128) - rows))
+    if operands.query_major is None:
+        dq, dk, dv = _backward(None, q, k, v, lse, dout, operands, scale, delta, grad_dtype)
+        return _gradient(dq, q, scale, grad_dtype), dk, dv
+    shared, positive, sign = _both_sides(q, k, v, lse, dout, scale, delta)
+    _, dk, dv = key_major(*shared, operands.key_major, positive, operands.tiles.key_major, grad_dtype=grad_dtype,
+                          with_dq=False)
+    dq = query_major(*shared, operands.query_major, positive, operands.tiles.query_major, grad_dtype=grad_dtype)
+    dq = dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)
+    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+def _both_sides(q, k, v, lse, dout, scale, delta):
+    """(what the passes read, a scale > 0, the sign of the one given)."""
+    padding = ((0, 0), (0, 0), (0, round_up(q.shape[1], 128) - q.shape[1]))
     base2 = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), padding, constant_values=jnp.inf)
     delta = jnp.pad(delta.astype(jnp.float32), padding)
-    q, scale, sign = _positive_scale(q, scale)
-    shared = (*whole_rows(q, k, v, dout.astype(q.dtype)), base2, delta)
-    dq, dk, dv = key_major(
-        *shared, operands.key_major, scale, tiles.key_major, grad_dtype=grad_dtype, with_dq=not deterministic
-    )
-    if deterministic:
-        dq = query_major(*shared, operands.query_major, scale, tiles.query_major, grad_dtype=grad_dtype)
-        dq = dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)
-    else:
-        dq = (dq * (scale * sign)).astype(grad_dtype)
-    return dq[:, :rows], dk[:, :keys], dv[:, :keys]
+    positive, scale, sign = _positive_scale(q, scale)
+    return (*whole_rows(positive, k, v, dout.astype(q.dtype)), base2, delta), scale, sign
+
+
+def _backward(total, q, k, v, lse, dout, operands, scale, delta, grad_dtype=jnp.float32):
+    """dq that `_gradient` is yet to finish, added to that of other keys, if any; dk, dv."""
+    shared, scale, _ = _both_sides(q, k, v, lse, dout, scale, delta)
+    dq, dk, dv = key_major(*shared, operands.key_major, scale, operands.tiles.key_major,
+                           grad_dtype=jnp.dtype(grad_dtype), with_dq=True, total=total)
+    return dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+def _gradient(dq, q, scale, grad_dtype=jnp.float32):
+    _, scale, sign = _positive_scale(q, scale)
+    return (dq * (scale * sign)).astype(grad_dtype)[:, : q.shape[1]]
+
+
+# ---- keys that come block by block ---------------------------------------------------------------
+
+
+def _add_forward(part, q, k, v, operands, scale):
+    return _forward(part, q, k, v, operands, scale) if q.size and k.size else part
+
+
+def _result(part, q):
+    return forward(q, q[:, :0], q[:, :0], None, 1.0, out_dtype=jnp.float32) if part is None else _rows(q, *part)
+
+
+def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
+    del out
+    if operands.query_major is not None:
+        raise Unsupported("Hopper kernels", "deterministic: cannot be had of keys that come block by block")
+    if q.size and k.size:
+        return _backward(total, q, k, v, lse, dout, operands, scale, delta)
+    return total, *(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+
+
+def _finish(total, q, scale):
+    return jnp.zeros(q.shape, jnp.float32) if total is None else _gradient(total, q, scale)
+
+
+RUNNING = Running(_add_forward, _result, _add_backward, _finish)

@@ -1,12 +1,15 @@
 """What one rank computes: its kernel under a step's mask, and the data it does that with; twin in jax_impl."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from torch_impl import kernels
+from torch_impl.context_parallel.merge import merge
 from torch_impl.context_parallel.mesh import Mesh
+from torch_impl.kernels.base import Kernel, Running
 from torch_impl.kernels.triton_support import row_delta
 from workload.signature import Signature
 
@@ -41,6 +44,11 @@ class Local:
     mesh: Mesh
     groups: int = 1
 
+    @property
+    def running(self) -> Running:
+        """See the function of this name."""
+        return running(kernels.get(self.kernel))
+
     def forward(self, q, k, v, operands, out_dtype=torch.float32):
         """out [batch, q_rows, q_local, head_dim], lse float32 [batch, q_local, q_rows]."""
         return kernels.get(self.kernel).forward(q, k, v, operands, self.signature.scale, out_dtype=out_dtype)
@@ -57,6 +65,21 @@ class Local:
     def travel(self) -> torch.dtype:
         """dtype of gradient sums in flight."""
         return getattr(torch, self.signature.travel)
+
+
+@functools.cache
+def running(kernel: Kernel) -> Running:
+    """How a kernel adds the keys of one step to those of earlier steps: its own way, or by merging its results."""
+    def forward(part, q, k, v, operands, scale):
+        new = kernel.forward(q, k, v, operands, scale, out_dtype=torch.float32)
+        return new if part is None else merge(part, new, in_place=True)
+
+    def backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
+        assert kernel.backward is not None  # the plan has asked for it
+        dq, dk, dv = kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
+        return dq if total is None else total.add_(dq), dk, dv
+
+    return kernel.running or Running(forward, backward)
 
 
 def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:

@@ -9,29 +9,28 @@ import torch
 
 from torch_impl.context_parallel.communicator import Pending
 from torch_impl.context_parallel.local import Data, Local, row_sums
-from torch_impl.context_parallel.merge import empty, merge
 from workload.topology import Hop
 
 
 def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
-    walk, total = _Walk(local, "forward", (k, v)), None
-    alone = len(data.masks) == 1  # nothing to merge: the kernel's own rounding is the only one
+    if len(data.masks) == 1 and data.masks[0] is not None:  # nothing to merge: the kernel rounds, and once
+        return local.forward(q, k, v, data.masks[0], out_dtype=q.dtype)
+    running, walk, part = local.running, _Walk(local, "forward", (k, v)), None
     for t, operands in enumerate(data.masks):
-        block = walk.enter(t)
-        if operands is None:
-            continue
-        part = local.forward(q, block[0], block[1], operands, out_dtype=q.dtype if alone else torch.float32)
-        total = part if total is None else merge(total, part, in_place=True)
-    out, lse = empty(q) if total is None else total
+        k, v = walk.enter(t)
+        if operands is not None:
+            part = running.forward(part, q, k, v, operands, local.signature.scale)
+    out, lse = running.result(part, q)
     return out.to(q.dtype), lse
 
 
 def backward(local: Local, saved, dout, data: Data):
     """dq, dk, dv, float32. Every step uses the final out and lse; sums of dk, dv follow their block and go home."""
     q, k, v, out, lse = saved
-    steps, delta = local.signature.steps, row_sums(out, dout)
-    walk, dq, own, moving, carried = _Walk(local, "backward", (k, v)), None, None, None, None
+    running, steps, scale = local.running, local.signature.steps, local.signature.scale
+    delta = row_sums(out, dout)
+    walk, total, own, moving, carried = _Walk(local, "backward", (k, v)), None, None, None, None
     for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
         k, v = walk.enter(t)
         if not step.at_home and step.grad_hop is None and moving is not None:
@@ -40,8 +39,7 @@ def backward(local: Local, saved, dout, data: Data):
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop, t)
         sums = None
         if operands is not None:
-            part, *sums = local.backward((q, k, v, out, lse), dout, delta, operands)
-            dq = part if dq is None else dq.add_(part)
+            total, *sums = running.backward(total, q, k, v, out, lse, dout, operands, scale, delta=delta)
         if step.at_home:
             own = sums
         else:
@@ -49,7 +47,7 @@ def backward(local: Local, saved, dout, data: Data):
             moving = moving if step.carried_hop is None else _add(moving, carried, k)
     if local.signature.home is not None:
         own = _add(own, _send_sums(local, moving, local.signature.home, len(steps)), k)
-    return torch.zeros_like(q, dtype=torch.float32) if dq is None else dq, *_add(own, None, k)
+    return running.gradient(total, q, scale), *_add(own, None, k)
 
 
 class _Walk:

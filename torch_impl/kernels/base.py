@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from workload.capability import Capability
 from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
@@ -11,6 +13,33 @@ from workload.problem import PASSES, AttentionProblem
 
 def _always() -> None:
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """How the keys of one call are added to what earlier calls made of others: the steps of a ring.
+
+    What is carried from call to call is None before the first, and changed in place.
+
+    Attributes:
+      forward: (part, q, k, v, operands, scale) -> part: out float32 and lse.
+      backward: (total, q, k, v, out, lse, dout, operands, scale, *, delta) -> (total, dk, dv), float32: dq so far, and
+        dk, dv of these keys; out, lse and delta of all keys.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    def result(self, part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out float32 and lse of all calls; (0, -inf) where there was none."""
+        if part is not None:
+            return part
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros_like(q, dtype=torch.float32), lse
+
+    def gradient(self, total, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """dq float32 of all calls."""
+        return torch.zeros_like(q, dtype=torch.float32) if total is None else total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +53,7 @@ class Kernel:
       forward: (q, k, v, operands, scale, *, out_dtype=None) -> (out, lse).
       backward: (q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None) -> (dq, dk, dv).
       available: None where it runs on this machine, else the reason.
+      running: how it adds to what earlier calls made; None where results are merged outside of it.
       compile_ahead: (problem, device, passes) -> None, compiles what the passes need and launches nothing; None where
         the compiler runs at a first call alone.
     """
@@ -34,6 +64,7 @@ class Kernel:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
     available: Callable[[], str | None] = _always
+    running: Running | None = None
     compile_ahead: Callable[..., None] | None = None
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:

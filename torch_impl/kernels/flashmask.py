@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torch_impl.kernels import triton_support as support
-from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.base import Kernel, Running
 from torch_impl.kernels.walks import Launch, RunWalk, longest_load, ragged_runs, run_walk
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
@@ -131,48 +131,61 @@ def _split_scale(scale: float) -> tuple[float, float]:
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    if not q.shape[1] or not k.shape[1]:
+        return out.zero_(), lse.fill_(-torch.inf)
+    _write_forward(q, k, v, out, lse, lse, operands.forward, scale, adds=False)
+    return out, lse
+
+
+def _write_forward(q, k, v, out, lse, before, walk, scale, *, adds: bool):
+    """Writes out and lse; adds: merged with the out that is there and the lse `before`, float32 and of other keys."""
     from torch_impl.kernels.flashmask_triton import forward_kernel  # needs triton
 
-    walk, launch = operands.forward, operands.forward.launch
+    launch = walk.launch
     (b, q_len, q_heads, d), (kv_len, kv_heads) = q.shape, k.shape[1:3]
-    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty(b, q_heads, q_len, dtype=torch.float32, device=q.device)
-    if not q_len or not kv_len:
-        return out.zero_(), lse.fill_(-torch.inf)
     q, k, v = (support.computed(x) for x in (q, k, v))
     sign, size = _split_scale(scale)
     group, dim = q_heads // kv_heads, support.padded_dim(d)
     section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
     forward_kernel[(walk.order.shape[0] * b * q_heads,)](
         support.descriptor(q, launch.rows, dim), support.descriptor(k, launch.cols, dim),
-        support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse, *walk.arguments(),
-        q_len, q_heads, group, section, size * support.LOG2E, sign, R=walk.starts.shape[0], M=launch.rows,
-        N=launch.cols, D=dim, PRECISION=support.precision(q), **launch.options())
-    return out, lse
+        support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse, before,
+        *walk.arguments(), q_len, q_heads, group, section, size * support.LOG2E, sign, R=walk.starts.shape[0],
+        M=launch.rows, N=launch.cols, D=dim, PRECISION=support.precision(q), ADDS=adds, **launch.options())
 
 
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse, out and delta may belong to a larger problem; see WORKSPACE.md for the contract."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (q, k, v))
+    dq = torch.empty(q.shape, dtype=grad_dtype or q.dtype, device=q.device)
     if not q.shape[1] or not k.shape[1]:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        dq.zero_()
+    return dq, *_write_backward(q, k, v, out, lse, dout, dq, operands, scale, grad_dtype, delta, adds=False)
+
+
+def _write_backward(q, k, v, out, lse, dout, dq, operands, scale, grad_dtype=None, delta=None, *, adds: bool):
+    """Writes dq, or adds to what is there; returns dk, dv."""
+    dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (k, v))
+    if not q.shape[1] or not k.shape[1]:
+        return dk.zero_(), dv.zero_()
     q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
     delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
     lse = lse.contiguous()
-    query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale)
+    query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale, adds=adds)
     if operands.key_splits == 1:
         key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
-        return dq, dk, dv
+        return dk, dv
     shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
     parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
     key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
     for total, part in zip((dk, dv), parts, strict=True):
         total.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
-    return dq, dk, dv
+    return dk, dv
 
 
-def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
-    """Writes dq, query tile by query tile."""
+def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale, *, adds: bool = False):
+    """Writes dq, or adds to what is there, query tile by query tile."""
     from torch_impl.kernels.flashmask_triton import query_gradient_kernel
 
     launch, dim = walk.launch, support.padded_dim(q.shape[3])
@@ -183,7 +196,7 @@ def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale):
     query_gradient_kernel[(walk.order.shape[0] * b * q_heads,)](
         rows(q), cols(k), cols(v), rows(dout), rows(dq), lse, delta, *walk.arguments(), q_len, q_heads, group, section,
         scale, size * support.LOG2E, sign, R=walk.starts.shape[0], M=launch.rows, N=launch.cols, D=dim,
-        PRECISION=support.precision(q), **launch.options())
+        PRECISION=support.precision(q), ADDS=adds, **launch.options())
 
 
 def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
@@ -201,6 +214,23 @@ def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
         **launch.options())
 
 
+def _add_forward(part, q, k, v, operands, scale):
+    if part is None:
+        return forward(q, k, v, operands, scale, out_dtype=torch.float32)
+    if not q.shape[1] or not k.shape[1]:
+        return part
+    out, before = part
+    lse = torch.empty_like(before)
+    _write_forward(q, k, v, out, lse, before, operands.forward, scale, adds=True)
+    return out, lse
+
+
+def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
+    if total is None:
+        return backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
+    return total, *_write_backward(q, k, v, out, lse, dout, total, operands, scale, torch.float32, delta, adds=True)
+
+
 KERNEL = Kernel(
     NAME,
     Capability(ALL_STATIC, source="own, Triton: row intervals"),
@@ -208,4 +238,5 @@ KERNEL = Kernel(
     forward,
     backward,
     support.available,
+    Running(_add_forward, _add_backward),
 )

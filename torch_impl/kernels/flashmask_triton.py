@@ -102,10 +102,15 @@ def _attend(acc, total, top, q_MD, k_desc, v_desc, batch, head, begin, end, slot
 
 
 @triton.jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, starts, ends, full_begin, full_end, partial_begin,
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, before, starts, ends, full_begin, full_end, partial_begin,
                    partial_end, order, full_slots, partial_slots, q_len, q_heads, group, heads_per_section, scale_log2,
-                   sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """out and lse of one tile of M queries of one head."""
+                   sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+                   ADDS: tl.constexpr):
+    """out and lse of one tile of M queries of one head.
+
+    ADDS: merged with the out that is there and the lse `before`, of other keys. lse is not written in place: every warp
+    reads all rows' lse, and a late one would read what another has written.
+    """
     tile, place = _place(order, tl.cdiv(q_len, M), heads_per_section)
     batch, head = place // q_heads, place % q_heads
     rows = tile * M + tl.arange(0, M)
@@ -123,9 +128,22 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, starts, ends, full_beg
         PRECISION)
     some = total > 0
     safe = tl.where(some, total, 1.0)
-    store_tile(out_desc, batch, head, tile * M, acc / safe[:, None], M, D)
     natural = tl.where(some, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse + place.to(tl.int64) * q_len + rows, natural, mask=rows < q_len)
+    at_lse, held = place.to(tl.int64) * q_len + rows, rows < q_len
+    if not ADDS:
+        store_tile(out_desc, batch, head, tile * M, acc / safe[:, None], M, D)
+    else:
+        old = tl.load(before + at_lse, mask=held, other=float("-inf"))
+        top = tl.maximum(old, natural)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        old, new = tl.exp2((old - top) * 1.4426950408889634), tl.exp2((natural - top) * 1.4426950408889634)
+        some = old + new > 0
+        both = tl.where(some, old + new, 1.0)
+        natural = tl.where(some, top + tl.log2(both) * 0.6931471805599453, float("-inf"))
+        if tl.max(total, 0) > 0:
+            out_MD = load_tile(out_desc, batch, head, tile * M, M, D) * (old / both)[:, None]
+            store_tile(out_desc, batch, head, tile * M, out_MD + acc * (new / (both * safe))[:, None], M, D)
+    tl.store(lse + at_lse, natural, mask=held)
 
 
 @triton.jit
@@ -165,8 +183,8 @@ def _query_tiles(dq_MD, q_MD, dout_MD, lse_M, delta_M, k_desc, v_desc, batch, he
 def query_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, lse, delta, starts, ends, full_begin, full_end,
                           partial_begin, partial_end, order, full_slots, partial_slots, q_len, q_heads, group,
                           heads_per_section, scale, scale_log2, sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                          D: tl.constexpr, PRECISION: tl.constexpr):
-    """dq of one tile of M queries of one head."""
+                          D: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr):
+    """dq of one tile of M queries of one head; ADDS: added to what is there, of other keys."""
     tile, place = _place(order, tl.cdiv(q_len, M), heads_per_section)
     batch, head = place // q_heads, place % q_heads
     rows = tile * M + tl.arange(0, M)
@@ -184,7 +202,10 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, lse, delta
         dq_MD, q_MD, dout_MD, lse_M, delta_M, k_desc, v_desc, batch, head // group,
         partial_begin + tile * partial_slots, partial_end + tile * partial_slots, partial_slots, starts, ends, rows,
         q_len, scale_log2, R, N, D, True, PRECISION)
-    store_tile(dq_desc, batch, head, tile * M, dq_MD * scale, M, D)
+    dq_MD *= scale
+    if ADDS:
+        dq_MD += load_tile(dq_desc, batch, head, tile * M, M, D)
+    store_tile(dq_desc, batch, head, tile * M, dq_MD, M, D)
 
 
 @triton.jit

@@ -228,3 +228,30 @@ def test_the_race_detector_finds_none(capfd):
         out, lse = kernel.forward(q, k, v, operands, problem.scale)
         jax.block_until_ready(kernel.backward(q, k, v, out, lse, dout, operands, problem.scale))
     assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", [(150, 170), pytest.param((260, 300), marks=pytest.mark.slow)])
+def test_keys_that_come_block_by_block_add_up(lengths):
+    """A ring's steps: blocks that some rows, or whole row tiles, see nothing of; the same as all keys at once."""
+    rows, total = lengths
+    mask = masks.causal_document(rows, total, [30, total - 90, 60])
+    problem = AttentionProblem(mask, 1, 2, 1, 64, DTYPE)
+    q, k, v, dout = arrays(problem)
+    kernel, part, sums, sides = kernels.get("flashmask"), None, None, []
+    blocks = np.array_split(np.arange(total), 3)[::-1]
+    operands = [kernel.prepare(AttentionProblem(mask.restrict(np.arange(rows), b), 1, 2, 1, 64, DTYPE)) for b in blocks]
+    with interpreted():
+        for block, made in zip(blocks, operands, strict=True):
+            part = kernel.running.forward(part, q, k[:, block], v[:, block], made, problem.scale)
+        out, lse = kernel.running.result(part, q)
+        delta = jnp.einsum("bshd,bshd->bhs", out, dout.astype(jnp.float32))
+        for block, made in zip(blocks, operands, strict=True):
+            sums, *side = kernel.running.backward(sums, q, k[:, block], v[:, block], out, lse, dout, made,
+                                                  problem.scale, delta=delta)
+            sides.append(side)
+    dk, dv = (jnp.concatenate(x[::-1], axis=1) for x in zip(*sides, strict=True))
+    dq = kernel.running.gradient(sums, q, problem.scale)
+    assert {x.dtype for x in (out, dq, dk, dv)} == {jnp.dtype("float32")}
+    wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
+    want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
+    close((out, lse, dq, dk, dv), (want.out, want.lse, want.dq, want.dk, want.dv))

@@ -11,6 +11,7 @@ from tests.conformance import relative_error, scattered
 from tests.torch_impl.test_conformance import poisoned
 from torch_impl import kernels
 from torch_impl.attention import attention
+from torch_impl.context_parallel.local import running
 from torch_impl.kernels import flashmask
 from torch_impl.kernels import triton_support as support
 from torch_impl.kernels.flashmask import Launches
@@ -94,6 +95,30 @@ def test_backward_of_a_part_takes_the_whole_problems_lse_and_delta(name):
     close(dq, want.dq, 2e-6)
     for n, gradient in enumerate((want.dk, want.dv)):
         close(torch.cat([p[n] for p in parts], dim=1), gradient, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["flashmask", "fa1"])
+def test_keys_that_come_block_by_block_add_up(name):
+    """A ring's steps: blocks that some rows, or whole row tiles, see nothing of; the same as all keys at once."""
+    mask = masks.causal_document(45, 70, (21, 0, 49))
+    whole = problem_of(mask)
+    kernel = ready(name, whole)
+    q, k, v, dout = tensors(whole)
+    want, adding, part, total, sides = oracle(whole, q, k, v, dout), running(kernel), None, None, []
+    blocks = [slice(47, 70), slice(0, 23), slice(23, 47)]
+    parts = [dataclasses.replace(whole, mask=mask.restrict(np.arange(45), np.arange(70)[b])) for b in blocks]
+    operands = [kernel.prepare(part, q.device, **options(name)) for part in parts]
+    with poisoned():
+        for block, made in zip(blocks, operands, strict=True):
+            part = adding.forward(part, q, k[:, block], v[:, block], made, whole.scale)
+        out, lse = adding.result(part, q)
+        delta = (out * dout.float()).sum(-1).transpose(1, 2).contiguous()
+        for block, made in zip(blocks, operands, strict=True):
+            total, *side = adding.backward(total, q, k[:, block], v[:, block], out, lse, dout, made, whole.scale,
+                                           delta=delta)
+            sides.append(side)
+    dk, dv = (torch.cat([sides[n][x] for n in (1, 2, 0)], dim=1) for x in range(2))
+    judge(whole, (out, lse, adding.gradient(total, q, whole.scale), dk, dv), want)
 
 
 @pytest.mark.parametrize("name", ["flashmask", "fa1", "sdpa"])
