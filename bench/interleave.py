@@ -25,7 +25,7 @@ class Contender:
     """
 
     name: str
-    call: Callable[[], object]
+    call: Callable[[], Any]
     finish: Callable[[object], object]
     results: tuple[str, ...] = ()
 

@@ -4,10 +4,11 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_impl import kernels
 from workload.errors import Unsupported
-from workload.problem import AttentionProblem, check_ranks
+from workload.problem import AttentionProblem, check_operands
 
 
 def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = None, **options):
@@ -19,23 +20,25 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
         bottom-right aligned.
       kernel: a name of `jax_impl.kernels.NAMES`.
       scale: logit scale, head_dim ** -0.5 by default.
-      options: passed to the kernel's `prepare`.
+      options: those of the kernel's `prepare`.
 
     Returns: out as q, and lse float32 [batch, q_heads, q_len], natural log. An empty row gives out 0
     and lse -inf. Gradients flow through out; lse is a constant to differentiation.
 
-    Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree.
+    Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree, TypeError on
+      operands that are no tensors of this stack and on options that the kernel does not have.
     """
     problem = problem_of(q, k, v, mask, scale)
     chosen = kernels.get(kernel)
     chosen.require(problem, ("forward",))
+    chosen.require_options(options)
     out, lse = attend(kernel, problem.scale, q, k, v, chosen.prepare(problem, **options))
     return out, jax.lax.stop_gradient(lse)
 
 
 def problem_of(q, k, v, mask, scale: float | None = None) -> AttentionProblem:
     """The `AttentionProblem` of these operands; ValueError naming the operand whose shape or dtype disagrees."""
-    check_ranks(q=q, k=k, v=v)
+    check_operands((jax.Array, np.ndarray), q=q, k=k, v=v)
     problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale)
     for name, x, want in (("q", q, problem.q_shape), ("k", k, problem.kv_shape), ("v", v, problem.kv_shape)):
         if tuple(x.shape) != want:

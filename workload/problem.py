@@ -16,10 +16,17 @@ FLOPS_FORMULA = {
 }
 
 
-def check_ranks(**operands) -> None:
-    """ValueError naming the operand that is not [batch, seq, heads, head_dim]; arrays of either stack."""
+def check_operands(kinds: tuple[type, ...], **operands) -> None:
+    """Refuses what is no tensor of a stack: TypeError, or ValueError where it is not [batch, seq, heads, head_dim].
+
+    Args:
+      kinds: what the stack takes for a tensor; operands: by name, for the message.
+    """
     for name, x in operands.items():
-        shape = tuple(getattr(x, "shape", ()))
+        if not isinstance(x, kinds):
+            wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+            raise TypeError(f"{name}: {type(x).__module__}.{type(x).__qualname__} is no {wanted}")
+        shape = tuple(x.shape)
         if len(shape) != 4:
             raise ValueError(f"{name}: shape {shape} is not [batch, seq, heads, head_dim]")
 

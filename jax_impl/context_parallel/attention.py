@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.context_parallel import head_groups
 from jax_impl.context_parallel.plan import Plan, Program, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_ranks
+from workload.problem import AttentionProblem, check_operands
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -30,7 +30,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
-    check_ranks(q=q, k=k, v=v)
+    check_operands((jax.Array, np.ndarray), q=q, k=k, v=v)
     groups = np.prod([mesh.shape[a] for a in jax.tree.leaves(options.get("batch_axes"))], dtype=int)
     problem = AttentionProblem(
         mask, max(1, q.shape[0] // int(groups)), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale

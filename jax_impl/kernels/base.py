@@ -1,6 +1,7 @@
 """The kernel record of the JAX stack; its twin is torch_impl/kernels/base.py."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,3 +65,11 @@ class Kernel:
         reason = self.refuse(problem, passes)
         if reason:
             raise Unsupported(f"jax kernel {self.name}", reason)
+
+    def require_options(self, options: Iterable[str]) -> None:
+        """Raises TypeError naming the kernel and the option that its `prepare` does not have."""
+        parameters = inspect.signature(self.prepare).parameters.values()
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"jax kernel {self.name}: no option {name!r}; it has {', '.join(known) or 'none'}")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.conformance import relative_error
+from torch_impl import kernels
 from torch_impl.attention import attention
 from torch_impl.kernels import base, naive
 from workload import masks
@@ -85,7 +86,6 @@ def test_ramps_of_logits(kernel):
         (lambda q, k, v: (q, k.to("meta"), v), "k: torch.float32 on meta, q has torch.float32 on cpu"),  # H6
         (lambda q, k, v: (q[0], k, v), "q: shape .* is not"),
         (lambda q, k, v: (q, k[0], v), r"k: shape \(14, 3, 5\) is not \[batch, seq, heads, head_dim\]"),
-        (lambda q, k, v: (q, k, [1.0]), r"v: shape \(\) is not \[batch"),
         (lambda q, k, v: (q, k[:, :, :2], v), "v: shape"),
         (lambda q, k, v: (q[:, :, :4], k, v), "kv_heads: 3 does not divide q_heads 4"),
     ],
@@ -94,6 +94,43 @@ def test_operands_that_disagree_are_refused_by_name(change, message):
     q, k, v, _ = operands(MASKS[0])
     with pytest.raises(ValueError, match=message):
         attention(*change(q, k, v), MASKS[0])
+
+
+@pytest.mark.parametrize("place, name", list(enumerate(("q", "k", "v"))))
+def test_operands_of_another_kind_are_refused_by_name(place, name):
+    """G2's kind: NumPy arrays, lists and numbers are no tensors of this stack."""
+    good = operands(MASKS[0])[:3]
+    for other, said in ((np.asarray(good[place]), "numpy.ndarray"), ([1.0], "builtins.list"), (2.5, "builtins.float")):
+        given = [*good[:place], other, *good[place + 1 :]]
+        with pytest.raises(TypeError, match=rf"^{name}: {said} is no .*Tensor$"):
+            attention(*given, MASKS[0])
+
+
+@pytest.mark.parametrize("kernel", kernels.NAMES)
+def test_a_misspelt_option_is_named(kernel):
+    """G4's kind: no option is dropped, and the message says whose it is not."""
+    with pytest.raises(TypeError, match=f"^torch kernel {kernel}: no option 'lanch'; it has "):
+        kernels.get(kernel).require_options({"lanch": 1})
+    q, k, v, _ = operands(MASKS[0])
+    with pytest.raises(TypeError, match="^torch kernel naive: no option 'lanch'; it has none$"):
+        attention(q, k, v, MASKS[0], lanch=1)
+
+
+def test_a_shard_without_its_positions_is_an_error():
+    """D7: a shard's mask is made of positions; the whole problem's is never read as if the shard began at 0."""
+    mask = masks.causal(16, 16)
+    problem = AttentionProblem(mask, 1, 2, 1, 8, "float32")
+    q, k, v, _ = operands(mask)
+    with pytest.raises(ValueError, match="q: shape"):
+        attention(q[:, 8:], k, v, mask)
+    with pytest.raises(TypeError, match="kv_positions"):
+        mask.restrict(np.arange(8, 16))
+    rows, keys = np.arange(8, 16), np.arange(4, 12)
+    out, lse = attention(q[:, 8:], k[:, 4:12], v[:, 4:12], mask.restrict(rows, keys))
+    seen = mask.dense()[np.ix_(rows, keys)]
+    assert lse.shape == (q.shape[0], q.shape[2], 8) and problem.mask.restrict(rows, keys).area == int(seen.sum())
+    np.testing.assert_allclose(np.exp(np.asarray(attention(q[:, 8:] * 0, k[:, 4:12], v[:, 4:12],
+                                                           mask.restrict(rows, keys))[1])[0, 0]), seen.sum(1), 1e-5)
 
 
 def test_other_kernels_are_refused_by_name():

@@ -8,7 +8,7 @@ from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_ranks
+from workload.problem import AttentionProblem, check_operands
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -27,7 +27,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
-    check_ranks(q=q, k=k, v=v)
+    check_operands((torch.Tensor,), q=q, k=k, v=v)
     dtype = str(q.dtype).removeprefix("torch.")
     problem = AttentionProblem(mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3], dtype, scale)
     return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, **options))
