@@ -57,8 +57,8 @@ def cells(kernels: Iterable[str], masks: Iterable[str], shapes: Iterable[str], w
     masks, which = tuple(masks), tuple(which)
     return [
         Cell(kernel, w, shape, spec_of(mask, shape, seed))
-        for shape in shapes for kernel in kernels for mask in masks for w in which
-        if mask in (SHAPES[shape].masks or masks)
+        for shape in shapes for kernel in kernels for mask in SHAPES[shape].masks or masks if mask in masks
+        for w in which
     ]
 
 
@@ -156,7 +156,9 @@ def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float,
         return
     going = Run(left, rows, problems, deadline)
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
-        to_time = list(threads.map(going.job, workers))
-    for mine, cells_of_job in zip(workers, to_time, strict=True):
-        for cell, row in cells_of_job:
-            rows.write(cell, row | throughput(cell, mine, deadline))
+        found = zip(workers, threads.map(going.job, workers), strict=True)
+        to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
+    order = list(dict.fromkeys(cell.spec.mask for cell in left))
+    to_time.sort(key=lambda x: order.index(x[0].spec.mask))  # masks in turn, should the run be cut short
+    for cell, row, mine in to_time:
+        rows.write(cell, row | throughput(cell, mine, deadline))

@@ -33,7 +33,7 @@ SHAPES = {
     "float16": Shape(1100, 900, 1, 4, 2, 128, "float16", 130, 128, 128),
     "float32": Shape(900, 700, 1, 2, 1, 64, "float32", 100, 96),
     "long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True,
-                  ("causal", "causal_document", "uniform_block")),
+                  ("causal", "uniform_block", "causal_document")),
     "long_plain": Shape(8192, 8192, 1, 16, 16, 128, "bfloat16", 1024, 1024, 64, True, ("uniform_block",)),
     "ranks": Shape(203, 147, 2, 6, 3, 16, "bfloat16", 37, 24, 16),
     "ranks_long": Shape(8192, 8192, 1, 16, 4, 128, "bfloat16", 1024, 1024, 128, True),
