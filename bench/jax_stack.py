@@ -76,6 +76,7 @@ class Stack:
         """What stands for an array in `compile_ahead`."""
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
+    compiles_ahead = True
     shapes_of = staticmethod(jax.eval_shape)  # (function, *arguments) -> what stands for its results
 
     def random(self, problem: AttentionProblem) -> list[jax.Array]:

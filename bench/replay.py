@@ -13,9 +13,11 @@ first (--check), and of what is timed, some rows and keys.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import itertools
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -38,6 +40,7 @@ from workload.schedule import Schedule
 from workload.suite import ALL_BUILDERS
 
 TASKS = "bench.replay_task"
+LOCK = Path(tempfile.gettempdir()) / "attention-replay.lock"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
 TILE, MEMORY_BANDWIDTH = 128, 3.5e12  # of the estimate
 CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
@@ -111,7 +114,7 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
 def settings_of(values: flags.FlagValues) -> Settings:
     """How the run goes, from the flags."""
     links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
-    protocol = Protocol(samples=5, least=2, seconds=values.seconds, warmups=3)
+    protocol = Protocol(samples=5, least=2, seconds=values.seconds)
     return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
                     values.flop_limit, links, values.check, values.workers, values.estimate_rate)
 
@@ -267,8 +270,10 @@ class Replay:
     def _times(self, worker: Worker, built: Any) -> Any:
         if isinstance(built, Failure):
             return built
-        timed = worker.ask(f"{TASKS}:times", self.settings.deadline,
-                           protocol=dataclasses.asdict(self.settings.protocol))
+        with open(LOCK, "w") as lock:  # replays that run at the same time take turns at the device
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            timed = worker.ask(f"{TASKS}:times", self.settings.deadline,
+                               protocol=dataclasses.asdict(self.settings.protocol))
         return timed if isinstance(timed, Failure) else built | timed
 
     def _check(self, worker: Worker, group: Sequence[Member], found: Any) -> Any:

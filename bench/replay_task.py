@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from bench.spot_check import spot_errors
-from bench.timing import Protocol, measure
+from bench.timing import Protocol
 from parity.inputs import make_inputs, widened
 from workload.block_masks import BlockMask
 from workload.capability import DYNAMIC_MASKS
@@ -27,7 +28,8 @@ from workload.schedule import Schedule
 
 BATCH_SECONDS = 0.002  # calls are timed in batches about this long
 BATCHES = 64
-LONG_SECONDS = 0.02  # a call this long is timed alone, twice
+LONG_SECONDS, LONGEST_SECONDS = 0.02, 0.1  # calls this long are timed alone: three times, twice
+WARM_TOKENS = 512  # of the problem that a stack's compilers are called with before anything is timed
 NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
 
@@ -215,7 +217,7 @@ _ready: list[_Group] = []  # the group this worker has built
 def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     """Makes the local problems of cases of equal `bench.replay.shape_key` and compiles what runs them.
 
-    Nothing runs on the device, so that other workers can build while one measures.
+    Next to nothing runs on the device, so that other workers can build while one measures.
 
     Args:
       count: ranks a step, see `chosen_ranks`.
@@ -238,9 +240,21 @@ def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     prepare_seconds = time.perf_counter() - began
     make: Any = _Walked if walked else functools.partial(_Programs, partial_grads=signature.topology.world > 1)
     programs = make(stack, chosen, some.problem, operands[some.name])
+    if not stack.compiles_ahead and not isinstance(some.problem.mask, BlockMask):
+        _call_compilers(make, stack, chosen, some.problem)
     _ready.append(_Group(works, [s.cells for s in schedules], problems, operands, programs))
     return {"kernel": chosen.name, "distinct": distinct, "prepare_seconds": prepare_seconds,
             "compile_seconds": time.perf_counter() - began - prepare_seconds}
+
+
+def _call_compilers(make, stack, kernel, problem: AttentionProblem) -> None:
+    """Runs all programs on the first tokens of a problem: those compile at a first call, by heads and dtypes."""
+    rows, keys = (np.arange(min(n, WARM_TOKENS)) for n in (problem.q_len, problem.kv_len))
+    small = dataclasses.replace(problem, mask=problem.mask.restrict(rows, keys))
+    operands = stack.prepare(kernel, small)
+    programs = make(stack, kernel, small, operands)
+    programs.draw()
+    stack.finish(programs.results(operands, operands))
 
 
 def times(protocol: dict[str, Any]) -> dict[str, Any]:
@@ -419,8 +433,10 @@ def _shapes(stack, problem: AttentionProblem):
 
 
 def _seconds(stack, call, protocol: Protocol) -> float:
-    """Median seconds of a call: what a batch twice as long takes longer, so that launch and wait cancel; of a long
-    call, the better of two."""
+    """Median seconds of a call: what a batch twice as long takes longer, so that launch and wait cancel.
+
+    Of a long call the best of three, the first one included; of a very long one the better of two.
+    """
     def batch(count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
@@ -428,11 +444,14 @@ def _seconds(stack, call, protocol: Protocol) -> float:
         stack.finish(result)
         return time.perf_counter() - began
 
-    batch(1)
-    once = batch(1)
+    first = batch(1)
+    once = min(first, batch(1))
     if once > LONG_SECONDS:
-        return min(once, batch(1))
+        return once if once > LONGEST_SECONDS else min(once, batch(1))
     count = max(1, min(BATCHES, round(BATCH_SECONDS / max(1e-6, once))))
-    if not stack.on_gpu:
-        return measure(lambda _: batch(count) / count, protocol).median
-    return measure(lambda _: (batch(2 * count) - batch(count)) / count, protocol).median
+    began, taken = time.perf_counter(), []
+    while len(taken) < protocol.least or (
+            len(taken) < protocol.samples and time.perf_counter() - began < protocol.seconds):
+        short = batch(count) if stack.on_gpu else 0.0
+        taken.append((batch(2 * count) - short) / (count if stack.on_gpu else 2 * count))
+    return statistics.median(taken)

@@ -83,6 +83,8 @@ class Stack:
         """What stands for a tensor in `compile_ahead`."""
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
 
+    compiles_ahead = False
+
     def shapes_of(self, function: Callable, *arguments) -> None:
         """Nothing: see `compile_ahead`."""
 
