@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.report import aggregate, context_parallel, page, parity, pictures, tables, timeline
+from bench.report import aggregate, context_parallel, page, parity, peers, pictures, tables, timeline
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
@@ -18,11 +18,12 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
             pictures.save_png(figure, folder / f"{kind}_{number}.png")
             pictures.plt.close(figure)
     (folder / "report.csv").write_text(tables.as_csv(rows))
-    (folder / "report.md").write_text(tables.as_markdown(rows) + context_parallel.markdown(rows))
+    (folder / "report.md").write_text(tables.as_markdown(rows) + peers.markdown(rows) + context_parallel.markdown(rows))
     timeline.write_traces(rows, folder / "traces")
     target = folder / "report.html"
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
-    target.write_text(page.build(rows, [agree, parallel]))
+    beside = ("peers", "Side by side in one process", peers.section(rows))
+    target.write_text(page.build(rows, [beside, agree, parallel]))
     console.print(f"page: {target}")
     return target

@@ -1,0 +1,74 @@
+"""The part of the page on contenders that ran side by side in one process, and so at one temperature."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.report import page, tables
+
+Row = dict[str, Any]
+
+
+def rows_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `bench.peers` that have rates."""
+    return [row for row in rows if row["kind"] == "peers" and row.get("tflops")]
+
+
+def settings(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by pass, length, heads and dtype, in words."""
+    found: dict[str, list[Row]] = {}
+    for row in rows_of(rows):
+        case = row["case"]
+        label = (f"{case['pass']}, {case['seq_len']:,} tokens, {case['q_heads']}:{case['kv_heads']} heads of "
+                 f"{case['head_dim']}, {case['dtype']}")
+        found.setdefault(label, []).append(row)
+    return found
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["tflops"]))
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML; empty where there is no row."""
+    parts = []
+    for label, several in settings(rows).items():
+        names = _names(several)
+        top = max(rate for row in several for rate in row["tflops"].values())
+        body = [[row["case"]["mask"], *(_cell(row, name, top) for name in names)] for row in several]
+        head = ["mask", *(name.replace(":", "|") for name in names)]
+        parts.append(f"<div><h3>{page.esc(label)}: TFLOP/s</h3>{page.table(head, body)}</div>")
+    if not parts:
+        return ""
+    note = ("<p class='soft'>All contenders of a row ran in turns in one process, each behind a warm-up of its own. In "
+            "brackets the ratio to the contender that the row is measured against; point at a cell for the spread of "
+            "the rounds, or for why a contender did not run.</p>")
+    return f'{note}<div class="pair">{"".join(parts)}</div>'
+
+
+def _cell(row: Row, name: str, top: float) -> str:
+    rate = row["tflops"].get(name)
+    if rate is None:
+        reason = row.get("failed", {}).get(name) or row.get("refused", {}).get(name, "")
+        css = "bad" if name in row.get("failed", {}) else "none"
+        return f'<td class="{css}" title="{page.esc(reason)}">{"WRONG" if css == "bad" else "&ndash;"}</td>'
+    ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) and name != row["against"] else ""
+    told = f"spread of the rounds {row['spread'][name]:.0%}, against {row['against']}"
+    return (f'<td style="background: rgba(var(--heat), {0.75 * rate / top:.2f})" title="{page.esc(told)}">'
+            f"{tables.number(rate)}{ratio}</td>")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The tables in Markdown; empty where there is no row."""
+    parts = []
+    for label, several in settings(rows).items():
+        names = _names(several)
+        body = [[row["case"]["mask"], *(_text(row, name) for name in names)] for row in several]
+        parts.append(f"### Side by side: {label}, TFLOP/s (ratio)\n\n{tables.grid(['mask', *names], body)}\n")
+    return "\n".join(parts)
+
+
+def _text(row: Row, name: str) -> str:
+    rate = row["tflops"].get(name)
+    if rate is None:
+        return "–"
+    return tables.number(rate) + (f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) else "")
