@@ -32,6 +32,7 @@ from bench import environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
 from workload.ranks import RankFailure
+from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
@@ -53,7 +54,8 @@ def define() -> None:
     flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")
     flags.DEFINE_bool("inside", False, "PyTorch: also time each step's local work alone and predict the job from it "
                       "and the links.")
-    flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal; the traces go beside --out.")
+    flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal or ring:causal:zigzag; they run "
+                      "last, and the traces go beside --out.")
     flags.DEFINE_bool("ahead", False, "Let a stack compile while another is timed: on a GPU host with idle cores.")
     options.define_float("budget", 0.0, "No row is begun this many seconds after the start; 0: no limit.",
                          lower_bound=0)
@@ -81,22 +83,22 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
             for case in cp.cases_of(values, stack, spec, world):
                 out += [dataclasses.replace(case, travel=travel, head_groups=n)
                         for n in groups if n == 1 or case.scheme in cp.GROUPED]
-    return out
+    return sorted(out, key=lambda case: case.head_groups)  # in the order of what they tell if time runs out
 
 
 def request_of(values: flags.FlagValues) -> dict[str, Any]:
     """What every job of the run is told besides its cases; see `context_parallel_worker.Request`."""
     check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
-    pairs = [text.split(":") for text in values.trace]
-    for pair in pairs:
-        if len(pair) != 2 or pair[0] not in SCHEMES or pair[1] not in ALL_BUILDERS:
-            raise ValueError(f"--trace: {':'.join(pair)!r} is no scheme:mask")
+    traced = [text.split(":") for text in values.trace]
+    for parts in traced:
+        if len(parts) not in (2, 3) or any(x not in y for x, y in zip(parts, (SCHEMES, ALL_BUILDERS, KINDS))):
+            raise ValueError(f"--trace: {':'.join(parts)!r} is no scheme:mask or scheme:mask:sharding")
     if values.checked and not Path(values.checked).exists():
         raise ValueError(f"--checked: there is no file {values.checked}")
     return {
         "protocol": {"samples": values.samples, "least": min(3, values.samples), "seconds": values.seconds},
         "check_len": check_len, "timed": values.time, "checked": values.checked, "deadline": values.deadline,
-        "links": options.numbers("links", values.links), "inside": values.inside, "trace": pairs,
+        "links": options.numbers("links", values.links), "inside": values.inside, "trace": traced,
     }
 
 
@@ -167,6 +169,7 @@ class Jobs:
             raise ValueError(f"--hosts: {self.hosts} does not divide the world {world}")
         stack, before = left[0].stack, self._done()
         launch = _launcher(stack)
+        left = sorted(left, key=lambda case: cp.is_among(case, self.request.get("trace", ())))  # where profilers fail
         request = self.request | {"cases": [c.record() for c in left], "after": str(turn or "")}
         seconds = self.deadline * (1 + len(left))
         if self.until < math.inf:

@@ -122,6 +122,12 @@ def from_record(fields: dict[str, Any]) -> Case:
     return Case(**fields | {"spec": ProblemSpec(**fields["spec"])})
 
 
+def is_among(case: Case, wanted: Sequence[Sequence[str]]) -> bool:
+    """Whether a case has one of these (scheme, mask) or (scheme, mask, sharding)."""
+    place = [case.scheme, case.spec.mask, case.sharding]
+    return any(place[: len(some)] == list(some) for some in wanted)
+
+
 def operand_bytes(signature: Signature, which: str) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a pass, by kind."""
     found: dict[str, int] = {}

@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench import context_parallel_worker as worker
@@ -38,13 +37,13 @@ from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
 from jax_impl.context_parallel.plan import default_kernel
 from jax_impl.hlo import collective_bytes
+from jax_impl.kernels import stack
 from workload.problem import PASSES, AttentionProblem
 from workload.schedule import Schedule
 
 BATCH_SECONDS = 0.02  # what it costs to launch a program on all devices is small in a batch of calls this long
 TOKENS_AT = {4: 1, 3: 2}  # the token axis of the exchanged q, k, v, out and of lse, by their ranks
 THREADS = 8  # that lower and compile: lowering is Python's, one at a time
-LEAST_BYTES = 1 << 12  # of a message between processes: sizes are powers of two, each compiled once
 
 
 class Ready(worker.Ready):
@@ -110,17 +109,11 @@ class Job(worker.Job):
         self.rank, self.world, self.progress = jax.process_index(), jax.device_count(), launch.Progress()
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         self._plans: dict[tuple[str, int], Any] = {}
+        self._operands_alone: dict[tuple[str, str], Any] = {}
         self._programs: dict[Hashable, Future] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        if jax.process_count() == 1:
-            return [value]
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = multihost_utils.process_allgather(np.array([len(text)]))
-        padded = np.zeros(max(LEAST_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
-        padded[: len(text)] = text
-        rows = multihost_utils.process_allgather(padded)
-        return [json.loads(bytes(row[: int(n)])) for row, n in zip(rows, sizes.reshape(-1), strict=True)]
+        return [json.loads(text) for text in launch.exchange(json.dumps(value), self.request.deadline)]
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -134,10 +127,7 @@ class Job(worker.Job):
         futures = [future for size in self.request.links for future in self._link_programs(size)[0].values()]
         futures += [self._passes(plan) for plan in self._plans.values()]
         if self.rank == 0 and self.request.timed:
-            for case, _ in cases:
-                with contextlib.suppress(Exception):
-                    kernel = case.kernel or self.default_kernel(worker.problem_of(case.spec))
-                    futures.append(self._alone(case.spec, kernel))
+            futures += self._build_alone([case for case, _ in cases])
         concurrent.futures.wait(futures)
         if self.rank == 0:
             print(f"jax: {len(self._programs)} programs for {len(self._plans)} plans in "
@@ -205,10 +195,11 @@ class Job(worker.Job):
     def single(self, spec: ProblemSpec, kernel: str, which: str) -> float | None:
         problem = worker.problem_of(spec)
         try:
-            programs, operands = self._alone(spec, kernel).result()
+            programs = self._alone(spec, kernel).result()
         except worker.Agreed:
             return None
         with jax.default_device(jax.local_devices()[0]):
+            operands = jax.tree.map(jnp.asarray, self._operands_alone[spec.label, kernel])
             q, k, v, dout = self.stack.random(problem)
             call = lambda: programs["forward"](q, k, v, operands)  # noqa: E731
             if which == "backward":
@@ -219,21 +210,42 @@ class Job(worker.Job):
             batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
             return float(np.median([self.seconds(call, batch) / batch for _ in range(5)]))
 
+    def _build_alone(self, cases: Sequence[Case]) -> list[Future]:
+        """The programs of `single` for the cases' problems."""
+        wanted = {(case.spec.label, case.kernel or self.default_kernel(worker.problem_of(case.spec))): case.spec
+                  for case in cases}
+        made = [(key, self._threads.submit(self._operands, spec, key[1])) for key, spec in wanted.items()]
+        concurrent.futures.wait(future for _, future in made)
+        held = {key: future.result() for key, future in made if not future.exception()}
+        self._operands_alone.update(zip(held, stack.alike(list(held.values())), strict=True))
+        return [self._alone(wanted[key], key[1]) for key in held]
+
+    def _operands(self, spec: ProblemSpec, kernel: str):
+        """A kernel's operands of a whole problem, on the host."""
+        made = kernels.get(kernel).prepare(worker.problem_of(spec), jax.local_devices(backend="cpu")[0])
+        return jax.tree.map(np.asarray, made)
+
     def _alone(self, spec: ProblemSpec, name: str) -> Future:
-        """(both passes of a kernel on the whole problem, its operands) on this process's first device."""
+        """Both passes of a kernel on a whole problem on this process's first device, for all operands of its shapes."""
         problem, kernel, device = worker.problem_of(spec), kernels.get(name), jax.local_devices()[0]
+        key = spec.label, name
+        if key not in self._operands_alone:
+            self._operands_alone[key] = self._operands(spec, name)
+        operands = self._operands_alone[key]
 
         def work():
             with jax.default_device(device):
-                operands = kernel.prepare(problem)
                 q, k = (jax.ShapeDtypeStruct(shape, problem.dtype) for shape in (problem.q_shape, problem.kv_shape))
-                first = _compile(lambda q, k, v, o: kernel.forward(q, k, v, o, problem.scale), q, k, k, operands)
-                out, lse = jax.eval_shape(lambda q, k, v, o: kernel.forward(q, k, v, o, problem.scale), q, k, k,
-                                          operands)
-                back = _compile(lambda *x: kernel.backward(*x, problem.scale), q, k, k, out, lse, q, operands)
-                return {"forward": first, "backward": back}, operands
+                def first(q, k, v, o):
+                    return kernel.forward(q, k, v, o, problem.scale)
+                out, lse = jax.eval_shape(first, q, k, k, operands)
+                return {"forward": _compile(first, q, k, k, operands),
+                        "backward": _compile(lambda *x: kernel.backward(*x, problem.scale), q, k, k, out, lse, q,
+                                             operands)}
 
-        return self._once(("alone", spec.label, name), work)
+        leaves, tree = jax.tree.flatten(operands)
+        return self._once((name, problem.q_shape, problem.kv_shape, problem.scale, tree,
+                           tuple((x.shape, str(x.dtype)) for x in leaves)), work)
 
     # ---- links -----------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench import environment, records, trace
 from bench.cases import ProblemSpec
-from bench.context_parallel_cases import Case, from_record, operand_bytes, plan_of_schedule
+from bench.context_parallel_cases import Case, from_record, is_among, operand_bytes, plan_of_schedule
 from bench.link_model import Links, predict
 from bench.timing import Protocol
 from bench.worker_main import failure_of
@@ -61,7 +61,7 @@ class Request:
       checked: a record file whose good rows stand for the check of cases that differ from theirs in length alone.
       links: operand bytes at which links are measured, none for not.
       inside: whether each step's local work is also timed alone, and the job predicted from it and the links.
-      trace: (scheme, mask) pairs of the cases of which a call is traced.
+      trace: (scheme, mask) or (scheme, mask, sharding) of the cases of which a call is traced.
       deadline: seconds a row may take.
       references: a folder where what rank 0 of any job computed as a reference is kept for the others, "" for none.
       after: a file that must be there before anything runs on a device, "" for none; building goes on meanwhile.
@@ -80,10 +80,6 @@ class Request:
     references: str = ""
     after: str = ""
     until: float = float("inf")
-
-    def traces(self, case: Case) -> bool:
-        """Whether a case is to be traced."""
-        return [case.scheme, case.spec.mask] in [list(pair) for pair in self.trace]
 
 
 class Agreed(RuntimeError):
@@ -348,7 +344,7 @@ def clock(job: Job, case: Case, schedule: Schedule) -> dict[str, Any]:
     found["kernel"] = None if ready is None else ready.kernel
     found["peak_bytes"] = max(job.gather(job.agreed(lambda: 0 if ready is None else ready.peak())))
     found["rate_of"] = "per rank, exact area over the slowest rank's seconds"
-    if job.request.traces(case):
+    if is_among(case, job.request.trace):
         found |= look_at_traces(job, case, ready)
     return found
 

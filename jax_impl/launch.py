@@ -9,12 +9,14 @@ collectives by themselves.
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+from jax._src import distributed
 
 from workload import ranks as processes
 from workload.ranks import Place, Progress, RankFailure, detect
@@ -23,7 +25,9 @@ from workload.ranks import Place, Progress, RankFailure, detect
 # a program that one process compiles alone must not wait for others to tune their share of it.
 XLA_FLAGS = "--xla_gpu_experimental_parallel_collective_overlap_limit=4 --xla_gpu_shard_autotuning=false"
 
-__all__ = ["XLA_FLAGS", "Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
+__all__ = ["XLA_FLAGS", "Place", "Progress", "RankFailure", "detect", "exchange", "join", "main", "spawn"]
+
+_exchanges = itertools.count()
 
 
 @contextlib.contextmanager
@@ -53,6 +57,22 @@ def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -
         yield place
     finally:
         jax.distributed.shutdown()
+
+
+def exchange(text: str, timeout_s: float) -> list[str]:
+    """Every process's text, by process, over the job's coordinator: no device takes part, none is held up.
+
+    All processes of a job call it, in one order. JAX has no public name for this.
+    """
+    client, number, mine = distributed.global_state.client, next(_exchanges), jax.process_index()
+    if client is None:
+        return [text]
+    client.key_value_set(f"exchange/{number}/{mine}", text)
+    got = [client.blocking_key_value_get(f"exchange/{number}/{process}", round(1e3 * timeout_s))
+           for process in range(jax.process_count())]
+    if number:  # whoever has answered this one has read the one before
+        client.key_value_delete(f"exchange/{number - 1}/{mine}")
+    return got
 
 
 def _sees_gpu() -> bool:

@@ -1,7 +1,7 @@
 """A schedule made ready for a mesh: the static program and, as arrays, its data; twin in torch_impl."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl import kernels
 from jax_impl.context_parallel.local import Data, Local
-from jax_impl.kernels.stack import stack_operands
+from jax_impl.kernels import stack
 from workload.block_masks import BlockMask
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
@@ -129,27 +129,12 @@ def place(plan: Plan) -> Plan:
 
 
 def alike(plans: Sequence[Plan]) -> list[Plan]:
-    """The same plans, those that differ in the last axes of their kernels' operands alone made equal in shape.
+    """The same plans, those of equal programs made equal in shape where `stack.alike` can: they share one compilation.
 
-    How many runs of tiles a row of tiles has depends on the mask; zeros behind them mean none (the kernel contract).
-    Plans of equal shapes and programs share one compilation, so a set of documents or masks known beforehand compiles
-    once. Their data are NumPy arrays (`on_host`).
+    A set of documents or masks that is known beforehand compiles once. Their data are NumPy arrays (`on_host`).
     """
-    widest: dict[Hashable, list[int]] = {}
-    keys = []
-    for plan in plans:
-        leaves, tree = jax.tree.flatten(plan.data.masks)
-        keys.append((plan.program, tree, tuple((x.dtype, x.shape[:-1]) for x in leaves)))
-        sizes = [x.shape[-1] for x in leaves]
-        widest[keys[-1]] = [max(pair) for pair in zip(widest.get(keys[-1], sizes), sizes, strict=True)]
-    return [_widened(plan, widest[key]) for plan, key in zip(plans, keys, strict=True)]
-
-
-def _widened(plan: Plan, sizes: Sequence[int]) -> Plan:
-    """The last axes of a plan's operands padded with zeros to these sizes."""
-    leaves, tree = jax.tree.flatten(plan.data.masks)
-    padded = [np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])]) for x, n in zip(leaves, sizes, strict=True)]
-    return Plan(plan.program, dataclasses.replace(plan.data, masks=jax.tree.unflatten(tree, padded)))
+    masks = stack.alike([plan.data.masks for plan in plans], [plan.program for plan in plans])
+    return [Plan(plan.program, dataclasses.replace(plan.data, masks=m)) for plan, m in zip(plans, masks, strict=True)]
 
 
 def _host_data(schedule: Schedule, kernel: str, head_groups: int, skip: bool) -> Data:
@@ -194,7 +179,7 @@ def step_operands(schedule: Schedule, kernel: str, head_groups: int = 1) -> list
                 chosen.require(problem)
                 with jax.ensure_compile_time_eval():  # a plan made while a training step is traced
                     made[key] = jax.tree.map(np.asarray, chosen.prepare(problem, host))
-        out.append(stack_operands([made[schedule.local_key(t, rank)] for rank in range(schedule.topology.world)]))
+        out.append(stack.stack_operands([made[schedule.local_key(t, rank)] for rank in range(schedule.topology.world)]))
     return out
 
 

@@ -1,6 +1,6 @@
 """Operands of several ranks as one pytree with a leading rank axis, so that one program serves all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,30 @@ def stack_operands(operands: Sequence[Any]) -> Any:
     if any(t != trees[0] for t in trees):
         raise Unsupported("stack_operands", "the static parts of the ranks' kernel operands differ")
     return jax.tree.unflatten(trees[0], [_stack([np.asarray(x) for x in ranks]) for ranks in zip(*leaves, strict=True)])
+
+
+def alike(operands: Sequence[Any], kinds: Sequence[Hashable] | None = None) -> list[Any]:
+    """The same operands, those that differ in the last axes of their arrays alone zero-padded to equal shapes.
+
+    How many runs of tiles a row of tiles has depends on the mask; operands of equal shapes share one compilation.
+
+    Args:
+      operands: `prepare` results, of any masks, as NumPy arrays.
+      kinds: what else must be equal for two of them to be made alike, one for each.
+    """
+    flat = [jax.tree.flatten(x) for x in operands]
+    keys = [(kind, tree, tuple((x.dtype, x.shape[:-1]) for x in leaves))
+            for kind, (leaves, tree) in zip(kinds or [None] * len(flat), flat, strict=True)]
+    widest: dict[Hashable, list[int]] = {}
+    for key, (leaves, _) in zip(keys, flat, strict=True):
+        sizes = [x.shape[-1] for x in leaves]
+        widest[key] = [max(pair) for pair in zip(widest.get(key, sizes), sizes, strict=True)]
+    return [jax.tree.unflatten(tree, [_widened(x, n) for x, n in zip(leaves, widest[key], strict=True)])
+            for key, (leaves, tree) in zip(keys, flat, strict=True)]
+
+
+def _widened(x: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

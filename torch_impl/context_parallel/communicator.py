@@ -6,6 +6,7 @@ the caller's stream, beside the kernels that are launched after it; `Pending.wai
 Until then the `Pending` keeps every buffer alive, so the allocator cannot hand out memory that is still in use.
 """
 
+import atexit
 import collections
 import os
 import sys
@@ -35,6 +36,16 @@ class Watch:
         self._open: collections.deque = collections.deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Ends the thread; at the exit of the process by itself.
+
+        A daemon thread that is inside torch while the interpreter goes down takes the process with it (SIGABRT).
+        """
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self, step: str, peers: Sequence[int], done: Callable[[], bool]) -> None:
         """A collective starts; `done` tells whether it is over, successful or not."""
@@ -45,13 +56,13 @@ class Watch:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._thread = threading.Thread(target=self._run, args=(device,), daemon=True, name="collective watch")
             self._thread.start()
+            atexit.register(self.close)
 
     def _run(self, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # a thread begins on GPU 0, and asking after an event would open it
         since = time.monotonic()  # when the oldest became the oldest: work queued behind it is not its fault
-        while True:
-            time.sleep(POLL_S)
+        while not self._closed.wait(POLL_S):
             while True:
                 with self._lock:
                     if not self._open:

@@ -1,7 +1,7 @@
 """The merge of partial results as one pass over memory: a row of both parts is read once and written once.
 
-out takes the place of the first part's; lse does not. Every warp of a program reads all of its rows' lse, and a warp that
-is late would read what another one has written already.
+out takes the place of the first part's; lse does not. Every warp of a program reads all of its rows' lse, and a warp
+that is late would read what another one has written already.
 """
 
 import torch

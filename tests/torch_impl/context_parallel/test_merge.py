@@ -82,7 +82,7 @@ def test_fused_pass_is_the_merge():
     assert torch.equal(a[1], operand)  # written in place, a warp would read what another one has merged already
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: an interpreter runs a program's threads in step")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: an interpreter's threads run in step")
 def test_fused_pass_of_many_rows_again_and_again():
     from torch_impl.context_parallel.merge_triton import merge_into
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from torch_impl.context_parallel.communicator import Watch
 from torch_impl.launch import spawn
 
 
@@ -24,6 +25,14 @@ def test_collectives_and_sampled_matrix():
     """One job of four: the checks of rank_worker.py, then worlds of 1, 2, 3 and 4 ranks while the others go on."""
     for answer in run(4, "all", stride=12, worlds=(1, 2, 3, 4)):
         assert answer["count"] > 20
+
+
+def test_the_watch_ends_before_the_interpreter_does():
+    """A daemon thread inside torch at that time aborts the process: rows were there, and the job counted as lost."""
+    watch = Watch(0, 60.0)
+    watch.begin("some step", (), lambda: True)
+    watch.close()
+    assert not watch._thread.is_alive()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
