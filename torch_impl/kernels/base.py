@@ -5,8 +5,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from workload.capability import Capability
 from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
@@ -31,16 +29,17 @@ class Running:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
-    def result(self, part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self, part, q):
         """out float32 and lse of all calls; (0, -inf) where there was none."""
         if part is not None:
             return part
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-        return torch.zeros_like(q, dtype=torch.float32), lse
+        batch, rows, heads, _ = q.shape
+        return q.new_zeros(q.shape).float(), q.new_full((batch, heads, rows), float("-inf")).float()
 
-    def gradient(self, total, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def gradient(self, total, q, scale: float):
         """dq float32 of all calls."""
-        return torch.zeros_like(q, dtype=torch.float32) if total is None else total
+        del scale  # it is in already
+        return q.new_zeros(q.shape).float() if total is None else total
 
 
 @dataclasses.dataclass(frozen=True)
