@@ -261,12 +261,21 @@ def _masks() -> str:
 
 
 def _machine(rows) -> str:
-    seen: dict[str, dict[str, str]] = {}
+    """A column a machine: what its rows say of it, several values where they differ."""
+    machines: dict[tuple, dict[str, dict[str, None]]] = {}
+    counts: dict[tuple, int] = {}
     for row in rows:
-        for name, value in row["environment"].items():
-            seen.setdefault(name, {})[str(value)] = ""
-    return table(["", "value"], [[name, f'<td class="text">{esc("; ".join(values))}</td>']
-                                 for name, values in seen.items()])
+        environment = row["environment"]
+        device = environment.get("device", environment.get("gpu", "CPU"))
+        key = device, environment.get("processor"), environment.get("cores")
+        counts[key] = counts.get(key, 0) + 1
+        held = machines.setdefault(key, {})
+        for name, value in environment.items():
+            held.setdefault(name, {})[str(value)] = None
+    names = dict.fromkeys(name for held in machines.values() for name in held)
+    body = [[name, *(f'<td class="text">{esc("; ".join(held.get(name, ())))}</td>' for held in machines.values())]
+            for name in names]
+    return table(["", *(f"{key[0]}|{counts[key]:,} rows" for key in machines)], body)
 
 
 def _every(found) -> str:
