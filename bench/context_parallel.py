@@ -57,7 +57,8 @@ def define() -> None:
     flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal or ring:causal:zigzag; they run "
                       "last, and the traces go beside --out.")
     flags.DEFINE_bool("ahead", False, "Let a stack compile while another is timed: on a GPU host with idle cores.")
-    options.define_float("budget", 0.0, "No row is begun this many seconds after the start; 0: no limit.",
+    options.define_float("budget", 0.0, "No row is begun this many seconds after the start, which the stacks share; "
+                         "0: no limit.",
                          lower_bound=0)
     flags.DEFINE_integer("hosts", 1, "Hosts of the job; each runs this command.", lower_bound=1)
     flags.DEFINE_integer("host", 0, "Which host this is.", lower_bound=0)
@@ -109,14 +110,14 @@ class Jobs:
       out: the record file; request: what every job is told; deadline: seconds a row may take.
       hosts, host, coordinator: see `launch.spawn`.
       ahead: whether a stack builds while the one before it is measured.
-      budget: seconds after which no row is begun.
+      budget: seconds after which no row is begun; of several stacks each ends at its share of them.
     """
 
     def __init__(self, out: Path, request: dict[str, Any], deadline: float, hosts: int = 1, host: int = 0,
                  coordinator: str | None = None, ahead: bool = False, budget: float = math.inf):
         self.out, self.request, self.deadline = out, dict(request), deadline
         self.hosts, self.host, self.coordinator = hosts, host, coordinator
-        self.ahead, self.until = ahead, time.time() + budget
+        self.ahead, self.began, self.budget = ahead, time.time(), budget
         self._lost: collections.Counter = collections.Counter()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
@@ -129,21 +130,22 @@ class Jobs:
             turns = [Path(folder) / str(n) for n in range(len(by_stack) + 1)]
             running: list[Future] = []
             for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
-                running.append(threads.submit(self._stack, members, mine if running else None, following))
+                until = self.began + self.budget * (len(running) + 1) / len(by_stack)
+                running.append(threads.submit(self._stack, members, until, mine if running else None, following))
                 if not self.ahead:
                     running[-1].result()
             for each in running:
                 each.result()
 
-    def _stack(self, cases: Sequence[cp.Case], turn: Path | None, following: Path) -> None:
+    def _stack(self, cases: Sequence[cp.Case], until: float, turn: Path | None, following: Path) -> None:
         """All jobs of one stack, which measure nothing before `turn` is there; then it is the `following` one's."""
         by_world: dict[int, list[cp.Case]] = {}
         for case in cases:
             by_world.setdefault(case.world, []).append(case)
         try:
             for world, members in by_world.items():
-                while (left := self._left(members)) and time.time() < self.until:
-                    self._job(world, left, turn)
+                while (left := self._left(members)) and time.time() < until:
+                    self._job(world, left, until, turn)
                     if self.host:  # rows are written on host 0 alone
                         break
         finally:
@@ -164,7 +166,7 @@ class Jobs:
     def _done(self) -> set[str]:
         return {row["key"] for row in records.read(self.out)}
 
-    def _job(self, world: int, left: Sequence[cp.Case], turn: Path | None) -> None:
+    def _job(self, world: int, left: Sequence[cp.Case], until: float, turn: Path | None) -> None:
         if world % self.hosts:
             raise ValueError(f"--hosts: {self.hosts} does not divide the world {world}")
         stack, before = left[0].stack, self._done()
@@ -172,9 +174,9 @@ class Jobs:
         left = sorted(left, key=lambda case: cp.is_among(case, self.request.get("trace", ())))  # where profilers fail
         request = self.request | {"cases": [c.record() for c in left], "after": str(turn or "")}
         seconds = self.deadline * (1 + len(left))
-        if self.until < math.inf:
-            request["until"] = self.until
-            seconds = min(seconds, self.until - time.time() + self.deadline)
+        if until < math.inf:
+            request["until"] = until
+            seconds = min(seconds, until - time.time() + self.deadline)
         with tempfile.TemporaryDirectory(prefix="cases-") as folder:
             path = Path(folder) / "cases.json"
             path.write_text(json.dumps(request))
@@ -187,7 +189,7 @@ class Jobs:
             except RankFailure as failure:
                 self._blame(left, failure)
                 return
-        if self.host == 0 and self._done() == before and time.time() < self.until:
+        if self.host == 0 and self._done() == before and time.time() < until:
             raise RuntimeError(f"a job of {stack} on {world} ranks wrote no row")
 
     def _blame(self, left: Sequence[cp.Case], failure: RankFailure) -> None:
