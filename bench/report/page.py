@@ -266,7 +266,7 @@ def _machine(rows) -> str:
     counts: dict[tuple, int] = {}
     for row in rows:
         environment = row["environment"]
-        device = environment.get("device", environment.get("gpu", "CPU"))
+        device = environment.get("device", environment.get("gpu", "no device"))
         key = device, environment.get("processor"), environment.get("cores")
         counts[key] = counts.get(key, 0) + 1
         held = machines.setdefault(key, {})
