@@ -23,7 +23,7 @@ from workload.problem import FLOPS_FORMULA
 TILE = 128  # side of the tiles whose waste a row tells
 SETS_BYTES = 1 << 30  # further input sets are made while they stay below this
 SETS = 2
-LONG = 0.01  # a pass of so many seconds does not feel the cache: one warm sample tells
+LONG = 0.1  # a pass of so many seconds needs no warm-up after its first run, and does not feel the cache
 
 
 @functools.cache
@@ -246,14 +246,17 @@ def check(
 def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -> dict[str, Any]:
     """Times a case that `check` has built: cold cache on a GPU, wall time on a CPU.
 
-    Unless it is to be brief, also with a warm cache, and measures the peak memory.
+    Unless it is to be brief, also with a warm cache, where that can differ, and measures the peak memory.
     """
     chosen = cases.from_record(case)
     ready, stack = _build(chosen), stack_of(chosen.stack)
     ready.first, limits = None, Protocol(**protocol)
     began = time.perf_counter()
     stack.finish(ready.call(0))
-    sample = stack.sampler(ready.call, True, time.perf_counter() - began)
+    estimate = time.perf_counter() - began
+    if estimate > LONG and stack.on_gpu:
+        limits = dataclasses.replace(limits, samples=min(2, limits.samples), least=1, warmups=0)
+    sample = stack.sampler(ready.call, True, estimate)
     told = stack.watch_memory()
     cold = measure(sample, limits)
     if brief:
@@ -261,16 +264,15 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
     return {
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
         "peak_bytes": told(ready.compiled, ready.arguments[0]), "peak_method": stack.memory_method,
-        "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu else None,
+        "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu and cold.median < LONG else None,
         "input_sets": len(ready.arguments),
     }
 
 
 def _warm(stack, ready, cold: Timing, limits: Protocol) -> Timing:
+    """The warm pass comes behind the cold one: no more warm-up is needed, and few samples tell."""
     sample = stack.sampler(lambda n: ready.call(0), False, cold.median)
-    if cold.median > LONG:
-        return Timing((sample(0),))
-    return measure(sample, dataclasses.replace(limits, samples=min(5, limits.samples), seconds=limits.seconds / 3))
+    return measure(sample, dataclasses.replace(limits, samples=min(3, limits.samples), least=1, warmups=0))
 
 
 def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:

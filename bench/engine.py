@@ -46,6 +46,7 @@ class Options:
       workers: processes of each stack.
       patience: seconds a run of a pass may take, by the estimate from the same rows at a shorter length; a row above
         is skipped. None for no limit.
+      longest: (kernel, tokens) pairs; rows of the kernel at more tokens are skipped.
       seconds: after which no further row is begun.
     """
 
@@ -57,6 +58,7 @@ class Options:
     timed: bool = True
     workers: int = 1
     patience: float | None = None
+    longest: tuple[tuple[str, int], ...] = ()
     seconds: float = math.inf
 
 
@@ -230,21 +232,33 @@ class Bench:
         if skipped:
             return row | skipped
         with self.turns.together() if ask("tunes") else contextlib.nullcontext():
-            ask("build")
+            row |= self._built(ask)
+        order = (case.spec.seq_len, case.which != "forward")
         try:
             with self.turns.together():
                 row |= self._checked(case, ask)
         except _Ended as ended:
             if ended.fields["status"] != "out_of_memory" or self.options.workers == 1:
                 raise
-            with self.turns.alone():  # others' checks may have held what it needs
+            with self.turns.alone(order):  # others' checks may have held what it needs
                 row |= self._checked(case, ask)
         if not self.options.timed:
             return row
-        with self.turns.alone():
+        with self.turns.alone(order):
             row |= ask("clock", protocol=dataclasses.asdict(self.options.protocol))
             rated = with_rates(row, self.ceilings.peak(case.spec.dtype))
             return rated if rated["status"] == "ok" else with_rates(row, self.ceilings.again(case.spec.dtype))
+
+    @staticmethod
+    def _built(ask) -> dict[str, Any]:
+        """What compiling ahead adds to a row: nothing, or why it failed, for a first call compiles too."""
+        try:
+            ask("build")
+        except _Ended as ended:
+            if ended.fields["status"] != "error":
+                raise
+            return {"not_compiled_ahead": ended.fields["reason"]}
+        return {}
 
     def _checked(self, case, ask) -> dict[str, Any]:
         """What the check adds to a row; raises `_Ended` where the case is wrong."""
@@ -273,8 +287,8 @@ class _Ended(Exception):
 class Shorter:
     """What rows at shorter lengths say of a row: how long it will take, or that it will not fit either."""
 
-    def __init__(self, patience: float | None):
-        self._patience = patience
+    def __init__(self, patience: float | None, longest: Iterable[tuple[str, int]] = ()):
+        self._patience, self._longest = patience, dict(longest)
         self._found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -285,13 +299,16 @@ class Shorter:
     def skip(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """Status and reason where a row, with its FLOPs, is not to be run."""
         case = row["case"]
+        longest = self._longest.get(case["kernel"], case["seq_len"])
+        if case["seq_len"] > longest:
+            return {"status": "skipped", "reason": f"longer than the {longest:,} tokens asked of this kernel"}
         shorter = [(n, x) for n, x in self._found.get(_but_length(case), ()) if n < case["seq_len"]]
         if self._patience is None or not shorter:
             return None
         n, last = max(shorter, key=lambda x: x[0])
         if last["status"] in ("out_of_memory", "timeout"):
             return {"status": last["status"], "reason": f"not run: at {n:,} tokens {last['reason']}"}
-        seconds = last["seconds"]["median"] if last.get("seconds") else last.get("estimate")
+        seconds = last["seconds"]["median"] if last.get("seconds") and last["status"] == "ok" else last.get("estimate")
         if seconds is None:
             return None
         estimate = seconds * row["flops"] / max(1, last["flops"])
@@ -391,7 +408,7 @@ class Session(contextlib.ExitStack):
         ceilings = Ceilings(self.workers, self.writer, STACKS, options)
         self._bench = Bench(self.workers, references, ceilings, Turns(), options)
         self._seen: dict[tuple, float] = {}
-        self._shorter = Shorter(options.patience)
+        self._shorter = Shorter(options.patience, options.longest)
         self._lock = threading.Lock()
 
     def start(self, cases: Sequence[Case]) -> None:

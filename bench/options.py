@@ -94,6 +94,9 @@ def define_run(out: str, deadline: float = 180.0) -> None:
                          lower_bound=1)
     define_float("patience", 0.0, "Seconds that one run of a pass may take, by the estimate from the same row at a "
                  "shorter length; a row above is skipped and says so. 0 for no limit.", lower_bound=0)
+    flags.DEFINE_list("longest", [], "kernel:tokens pairs, as naive:8K; longer rows of the kernel are skipped and say "
+                      "so.")
+    define_float("budget", 0.0, "Seconds after which no further row is begun; 0 for no limit.", lower_bound=0)
 
 
 def define_measuring(out: str, deadline: float) -> None:
@@ -174,4 +177,11 @@ def options(values: flags.FlagValues) -> Options:
     return Options(
         Path(values.out), values.resume, values.deadline, int(values.memory_gib * 2**30) or None,
         Protocol(samples=values.samples, least=min(3, values.samples), seconds=values.seconds),
-        workers=values.workers, patience=values.patience or None)
+        seconds=values.budget or math.inf, workers=values.workers, patience=values.patience or None,
+        longest=tuple(_longest(text) for text in values.longest))
+
+
+def _longest(text: str) -> tuple[str, int]:
+    kernel, _, length = text.partition(":")
+    choose("longest", [kernel], ALL_KERNELS)
+    return kernel, numbers("longest", [length])[0]

@@ -28,7 +28,7 @@ class Protocol:
       least: samples taken even when the time is up.
       seconds: time after which no further sample is begun.
       steady: warm-up ends when the last three samples lie within this share of their median.
-      warmups: the most samples the warm-up takes (three at least).
+      warmups: the most samples the warm-up takes (three at least); 0 for none, where the work has just run.
     """
 
     samples: int = 15
@@ -98,7 +98,7 @@ def measure(sample: Callable[[int], float], protocol: Protocol = Protocol()) -> 
     """
     began = time.perf_counter()
     warm: list[float] = []
-    while len(warm) < max(3, protocol.warmups) and not _steady(warm[-3:], protocol.steady):
+    while protocol.warmups and len(warm) < max(3, protocol.warmups) and not _steady(warm[-3:], protocol.steady):
         warm.append(sample(len(warm)))
         if time.perf_counter() - began > protocol.seconds and len(warm) >= 1:
             break

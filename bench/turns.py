@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from typing import Any
 
 
 class Turns:
@@ -9,12 +10,13 @@ class Turns:
 
     What is timed runs alone; what only has to be right runs together with its kind. Those who come to work together
     are let in before those who wait to be alone: all build and check at the same time until each has something to
-    time, and then they time one after another.
+    time, and then they time one after another, what comes first in `order` first.
     """
 
     def __init__(self):
         self._changed = threading.Condition()
         self._together, self._alone = 0, False
+        self._waiting: list[Any] = []
 
     @contextlib.contextmanager
     def together(self):
@@ -30,10 +32,13 @@ class Turns:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def alone(self):
-        """Alone."""
+    def alone(self, order: Any = 0):
+        """Alone, after those who wait with a smaller `order`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not self._together)
+            self._waiting.append(order)
+            self._changed.wait_for(
+                lambda: not self._alone and not self._together and order <= min(self._waiting))
+            self._waiting.remove(order)
             self._alone = True
         try:
             yield

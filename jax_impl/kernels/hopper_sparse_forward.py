@@ -424,7 +424,7 @@ class _Consumer:
         new_top = jnp.maximum(top, logits.max(axis=1))
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
         reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-        # The difference first: as a fused top * base - reference * base it is not 0 where top is as it was, and a weight
+        # The difference first: a fused top * base - reference * base is not 0 where top stays as it was, and a weight
         # that is 1 + 1e-7 at every step had lse off by 2e-5 after 512 of them.
         alpha = jnp.exp2((top - reference) * base)
         reference = reference * base

@@ -45,6 +45,25 @@ def test_one_alone_is_alone_and_others_are_together():
     assert any(overlaps(a, b) for a, b in itertools.combinations(spans["together"], 2))
 
 
+def test_those_who_wait_to_be_alone_go_in_order():
+    turns, went = Turns(), []
+
+    def take(order):
+        with turns.alone(order):
+            went.append(order)
+
+    with turns.alone():
+        threads = [threading.Thread(target=take, args=(order,)) for order in ((64, True), (32, False), (64, False))]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 20
+        while len(turns._waiting) < 3 and time.monotonic() < until:
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(20)
+    assert went == [(32, False), (64, False), (64, True)]
+
+
 def test_who_is_alone_lets_go_when_it_fails():
     turns = Turns()
     for kind in ("alone", "together", "alone"):
@@ -95,6 +114,19 @@ def test_a_build_that_tries_things_on_the_device_is_not_beside_a_timing(answers,
     engine.run([case(mask=mask) for mask in MASKS], engine.Options(tmp_path / "r.jsonl", workers=3))
     assert len(spans["build"]) == len(MASKS)
     assert not any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
+
+
+def test_a_case_that_cannot_be_compiled_ahead_is_compiled_by_its_first_call(answers, tmp_path):
+    """It says so; a lack of memory or a refusal ends it."""
+    spans, special = answers
+    failures = {"causal": Failure("error", "no fakes"), "full": Failure("out_of_memory", "300 GiB")}
+    special["build"] = lambda arguments: failures.get(arguments["case"]["mask"])
+    run = [case(mask=mask) for mask in ("causal", "full", "full_document")]
+    rows = records.select(engine.run(run, engine.Options(tmp_path / "r.jsonl", workers=2)), kind="attention")
+    found = {row["case"]["mask"]: row for row in rows}
+    assert found["causal"]["status"] == "ok" and found["causal"]["not_compiled_ahead"] == "no fakes"
+    assert found["full"]["status"] == "out_of_memory" and "not_compiled_ahead" not in found["full_document"]
+    assert len(spans["check"]) == 2
 
 
 def test_memory_that_was_short_beside_others_is_asked_for_alone(answers, tmp_path):
@@ -151,6 +183,8 @@ def test_a_row_too_slow_by_its_shorter_rows_is_skipped_with_the_reason():
     assert shorter.skip(other) is None
     shorter.add({**other, "case": case("sdpa", seq_len=64).record(), "status": "out_of_memory", "reason": "full"})
     assert shorter.skip(other) == {"status": "out_of_memory", "reason": "not run: at 64 tokens full"}
+    asked = Shorter(None, [("sdpa", 128)])
+    assert asked.skip(rows[512]) is None and "128 tokens asked" in asked.skip(other)["reason"]
     patient = Shorter(None)
     patient.add(rows[64] | {"seconds": {"median": 100.0}})
     assert patient.skip(rows[512]) is None

@@ -75,6 +75,11 @@ def test_a_warm_up_that_never_settles_ends_too():
     assert found.warmups == 5 and len(found.samples) == 3
 
 
+def test_work_that_has_just_run_needs_no_warm_up():
+    found = measure(lambda n: 2.0 + n, Protocol(samples=2, least=1, seconds=60, warmups=0))
+    assert found.warmups == 0 and found.samples == (2.0, 3.0)
+
+
 def test_new_inputs_in_every_sample():
     """M9: a result cached between calls."""
     seen = []

@@ -54,8 +54,8 @@ class Kernel:
       backward: (q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None) -> (dq, dk, dv).
       available: None where it runs on this machine, else the reason.
       running: how it adds to what earlier calls made; None where results are merged outside of it.
-      compile_ahead: (problem, device, passes) -> None, compiles what the passes need and launches nothing; None where
-        the compiler runs at a first call alone.
+      compile_ahead: (problem, device, passes) -> None, compiles what the passes need and launches nothing, device
+        named with its index; None where the compiler runs at a first call alone.
     """
 
     name: str

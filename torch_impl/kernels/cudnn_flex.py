@@ -10,6 +10,7 @@ import torch
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
 from torch_impl.kernels.fa3 import installed, on_hopper
+from torch_impl.kernels.fakes import compile_on_fakes
 from workload.capability import ALL_STATIC, HALF, Capability
 from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
@@ -88,4 +89,5 @@ KERNEL = Kernel(
     forward,
     backward,
     available,
+    compile_ahead=compile_on_fakes(prepare, forward, backward),
 )

@@ -20,9 +20,10 @@ from torch_impl.kernels.fa2 import (
     require_own_dtypes,
     unfold_lse,
 )
+from torch_impl.kernels.fakes import compile_on_fakes
 from workload.capability import HALF, REGULAR, Capability
 from workload.errors import Unsupported
-from workload.problem import AttentionProblem
+from workload.problem import PASSES, AttentionProblem
 
 NAME = "fa3"
 CUTE, INTERFACE = "flash_attn.cute", "flash_attn_interface"
@@ -128,6 +129,12 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
 
 
+def _compile_ahead(problem: AttentionProblem, device: torch.device, passes=PASSES) -> None:
+    """The CuTe package compiles when its tensors are fake; the older one has nothing to compile."""
+    if installed(CUTE) is None:
+        compile_on_fakes(prepare, forward, backward)(problem, device, passes)
+
+
 KERNEL = Kernel(
     NAME,
     Capability(REGULAR, dtypes=HALF, head_dims=(64, 128, 256), devices=("gpu",),
@@ -136,4 +143,5 @@ KERNEL = Kernel(
     forward,
     backward,
     available,
+    compile_ahead=_compile_ahead,
 )

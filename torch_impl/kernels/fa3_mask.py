@@ -13,6 +13,7 @@ from torch_impl.kernels import flex
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
 from torch_impl.kernels.fa3 import CUTE, installed, on_hopper, package
+from torch_impl.kernels.fakes import compile_on_fakes
 from workload.capability import ALL_STATIC, HALF, Capability
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
@@ -110,4 +111,5 @@ KERNEL = Kernel(
     forward,
     backward,
     available,
+    compile_ahead=compile_on_fakes(prepare, forward, backward),
 )
