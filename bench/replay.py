@@ -16,6 +16,7 @@ import datetime
 import fcntl
 import functools
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from workload.schedule import Schedule
 from workload.suite import ALL_BUILDERS
 
 TASKS = "bench.replay_task"
-LOCK = Path(tempfile.gettempdir()) / "attention-replay.lock"
+LOCK = Path(tempfile.gettempdir()) / f"attention-replay-{os.getuid()}.lock"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
 TILE, MEMORY_BANDWIDTH = 128, 3.5e12  # of the estimate
 CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
