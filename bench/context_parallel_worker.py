@@ -442,6 +442,7 @@ def run(job: Job, out: str) -> None:
     job.build([*lengths, *((c, 0) for c in cases if request.timed)])
     job.progress.at("waiting for its turn")
     _wait_for(request.after)
+    job.gather("ready")  # some build more than others, and no row has begun
     links_key = f"links/{job.stack.name}/w{job.world}"
     if request.links:
         _begin(job, links_key)
