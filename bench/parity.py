@@ -70,7 +70,7 @@ def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.C
     if values.worlds == ["machine"]:
         worlds = [n for n in (2, 4, 8) if n <= gpus] if gpus else [2, 3, 4]
     else:
-        worlds = [options.tokens(n) for n in values.worlds]
+        worlds = options.numbers("worlds", values.worlds)
     return (
         parity_kernels.cells(kernels, masks, [s for s in shapes if s in KERNEL_SHAPES], which, values.seed),
         [cell for shape in shapes if shape in RANK_SHAPES
@@ -80,6 +80,7 @@ def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.C
 
 def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     """All rows of the record file, and how many cells are left. ValueError names the flag that is wrong."""
+    cells_of(values, gpus=0)  # bad values are named before anything starts
     with contextlib.ExitStack() as held:
         first = held.enter_context(engine.Workers())
         first.start(STACKS, values.deadline)

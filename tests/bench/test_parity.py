@@ -1,11 +1,15 @@
 """The parity command: both stacks' naive kernels agree, a cell that fails says how to repeat it, a stop is no loss."""
 
+import functools
+import importlib
 import json
 import shlex
 import subprocess
 import sys
 
 import numpy as np
+import pytest
+from absl import flags
 from rich.console import Console
 
 from bench import engine, parity_kernels, parity_schemes, records
@@ -47,6 +51,21 @@ def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monke
     assert row["status"] == "mismatch" and "jax to torch out" in row["reason"]
     assert f"again: {row['repeat']}" in capsys.readouterr().out
     repeats(row, tmp_path)
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("kernels", "fa9"), ("schemes", "star"), ("masks", "none"), ("shapes", "huge"), ("passes", "both"),
+    ("worlds", "two"), ("worlds", "0"), ("sharding", "random")])
+def test_bad_values_are_named_before_anything_starts(flag, value, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "Workers", None)
+    values = flags.FlagValues()
+    module = importlib.import_module("bench.parity")
+    monkeypatch.setattr(flags, "FLAGS", values)
+    for name in ("DEFINE_list", "DEFINE_integer", "DEFINE_string", "DEFINE_bool", "DEFINE_float", "register_validator"):
+        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=values))
+    module.define()
+    values(["parity", f"--{flag}={value}"])
+    assert module.main(["parity"]) == 2 and f"--{flag}" in capsys.readouterr().err
 
 
 def repeats(row, tmp_path):
