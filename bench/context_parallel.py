@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ from bench import context_parallel_cases as cp
 from bench import environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
-from workload.ranks import RankFailure
+from workload.ranks import RankFailure, end_all
 from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -119,6 +120,12 @@ class Jobs:
         self.hosts, self.host, self.coordinator = hosts, host, coordinator
         self.ahead, self.began, self.budget = ahead, time.time(), budget
         self._lost: collections.Counter = collections.Counter()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ends what runs; rows that are not there yet stay away."""
+        self._stopped = True
+        end_all()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Every case whose row the file lacks."""
@@ -144,7 +151,7 @@ class Jobs:
             by_world.setdefault(case.world, []).append(case)
         try:
             for world, members in by_world.items():
-                while (left := self._left(members)) and time.time() < until:
+                while not self._stopped and (left := self._left(members)) and time.time() < until:
                     self._job(world, left, until, turn)
                     if self.host:  # rows are written on host 0 alone
                         break
@@ -196,7 +203,7 @@ class Jobs:
         """The row of the case that the job was at."""
         done = self._done()
         case = next((c for c in left if c.key not in done), None)
-        if case is None:  # every row is there: what failed was the end of the job
+        if self._stopped or case is None:  # where every row is there: what failed was the end of the job
             print(f"{left[0].stack}: {failure}", file=sys.stderr, flush=True)
             return
         self._lost[case.stack, case.scheme] += 1
@@ -232,8 +239,10 @@ def main(argv):
         if records.read(out) and not values.resume:
             raise ValueError(f"--out: {out} holds rows; give --resume to go on, or another file")
         out.parent.mkdir(parents=True, exist_ok=True)
-        Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
-             values.budget or math.inf).run(cases)
+        jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
+                    values.budget or math.inf)
+        signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
+        jobs.run(cases)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -26,6 +26,7 @@ from pathlib import Path
 RECORD_BYTES = 1024
 LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
 TAIL_LINES = 15
+_living: list[subprocess.Popen] = []  # ranks that this process has started, in whatever thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +208,19 @@ def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: f
             for local in range(ranks):
                 place = Place(host * ranks + local, hosts * ranks, local, ranks, coordinator)
                 children.append(_start(command, place, Path(folder), environ))
+                _living.append(children[-1].process)
             _watch(children, time.monotonic() + deadline_s, deadline_s)
             return [(c.folder / "stdout").read_text(errors="replace") for c in children]
         finally:
             for child in children:
                 _end(child.process)
+                _living.remove(child.process)
+
+
+def end_all() -> None:
+    """Ends the ranks of every `spawn` of this process, which then raises `RankFailure`: for who is told to end."""
+    for process in list(_living):
+        _end(process)
 
 
 def _start(command, place: Place, parent: Path, environ) -> _Child:

@@ -5,6 +5,7 @@ import doctest
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,3 +79,17 @@ def test_job_past_its_deadline_names_the_rank_furthest_behind_and_leaves_no_proc
             pid = int(file.read())
             os.unlink(folder + str(rank))
             assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_ending_all_ends_every_job_of_the_process():
+    with ThreadPoolExecutor() as threads:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        jobs = [threads.submit(spawn, command, 2, "127.0.0.1:1", deadline_s=50) for _ in range(2)]
+        until = time.monotonic() + 20
+        while len(ranks._living) < 4 and time.monotonic() < until:
+            time.sleep(0.02)
+        ranks.end_all()
+        for job in jobs:
+            with pytest.raises(RankFailure, match="was lost .SIGTERM."):
+                job.result(timeout=20)
+    assert not ranks._living
