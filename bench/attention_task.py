@@ -213,7 +213,8 @@ def exchange(spec: dict[str, Any], checkpoint: str, buffers: str) -> None:
 
 
 def check(
-    case: dict[str, Any], reference: str, keep: str | None = None, inputs: str | None = None
+    case: dict[str, Any], reference: str, keep: str | None = None, inputs: str | None = None,
+    whole_cells: int | None = None,
 ) -> dict[str, Any]:
     """Builds and runs a case once and judges each result.
 
@@ -221,12 +222,13 @@ def check(
       case: as `Case.record` wrote it; reference: path of a saved `Reference`.
       keep: path to write the sampled results to (.npz, float64), for a comparison of the stacks.
       inputs: path of the inputs, see `exchange`; made anew from the seed where there is none.
+      whole_cells: as the reference was made with.
 
     Returns: errors, budget, oracle, wrong (lines, empty where all is well), and what building cost.
     """
     chosen = cases.from_record(case)
     ready, problem = _build(chosen, inputs), _problem(chosen.spec)
-    stack, sample = stack_of(chosen.stack), sample_of(problem)
+    stack, sample = stack_of(chosen.stack), sample_of(problem, whole_cells)
     judged = Reference.load(reference, OF_PASS[chosen.which])
     results = dict(zip(OF_PASS[chosen.which], ready.first or ready.call(0), strict=True))
     ready.first = None
@@ -275,12 +277,17 @@ def _warm(stack, ready, cold: Timing, limits: Protocol) -> Timing:
     return measure(sample, dataclasses.replace(limits, samples=min(3, limits.samples), least=1, warmups=0))
 
 
-def reference(spec: dict[str, Any], path: str) -> dict[str, Any]:
-    """In the judge: computes and saves the reference of a problem; returns its oracle and budget."""
+def reference(spec: dict[str, Any], path: str, whole_cells: int | None = None) -> dict[str, Any]:
+    """In the judge: computes and saves the reference of a problem; returns its oracle and budget.
+
+    Args:
+      whole_cells: logits of a head above which some rows and keys are judged; see `parity.reference.sample_of`.
+    """
     from parity.reference import reference_of
 
     chosen = cases.from_record(spec).spec
-    found = reference_of(chosen.problem(), chosen.inputs())
+    problem = chosen.problem()
+    found = reference_of(problem, chosen.inputs(), sample_of(problem, whole_cells))
     found.save(path)
     return {"oracle": found.oracle, "budget": found.budget}
 

@@ -29,6 +29,7 @@ from bench.workers import Failure, Worker
 
 TASKS = "bench.attention_task"
 GPU_BACKENDS = ("gpu", "cuda")
+WHOLE_CELLS = 1 << 24  # logits of a head, 4K tokens, above which some rows and keys are judged: a bench has many rows
 KEEPS_MEMORY = ("jax",)  # its allocator takes memory of the device for good
 RENEWED_BYTES = 16 << 30
 AGAIN_SECONDS = 1.0  # for a ceiling that a row is about to be rejected by
@@ -131,7 +132,8 @@ class References:
         with self._lock:
             if label not in self._found:
                 path = str(self._folder / f"{len(self._found)}.npz")
-                found = self._workers["judge"].ask(f"{TASKS}:reference", self._deadline, spec=case.record(), path=path)
+                found = self._workers["judge"].ask(
+                    f"{TASKS}:reference", self._deadline, spec=case.record(), path=path, whole_cells=WHOLE_CELLS)
                 self._found[label] = found if isinstance(found, Failure) else path
             return self._found[label]
 
@@ -265,7 +267,7 @@ class Bench:
         reference = self.references.of(case)
         if isinstance(reference, Failure):
             raise _Ended({"status": reference.status, "reason": f"the reference: {reference.reason}"})
-        checked = ask("check", reference=reference)
+        checked = ask("check", reference=reference, whole_cells=WHOLE_CELLS)
         wrong = checked.pop("wrong")
         if wrong:
             raise _Ended(checked | {"status": "mismatch", "reason": "; ".join(wrong)})

@@ -69,12 +69,16 @@ def _small(problem: AttentionProblem) -> bool:
     return problem.batch * problem.q_heads * problem.q_len * problem.kv_len <= NUMPY_CELLS
 
 
-def sample_of(problem: AttentionProblem) -> Sample:
-    """All of a small problem, else the first and last kv head of the first batch entry; of a long one some rows."""
+def sample_of(problem: AttentionProblem, whole_cells: int | None = None) -> Sample:
+    """All of a small problem, else the first and last kv head of the first batch entry; of a long one some rows.
+
+    Args:
+      whole_cells: logits of a head above which it is long; `WHOLE_CELLS` if None.
+    """
     if _small(problem):
         return Sample(tuple(range(problem.batch)), tuple(range(problem.kv_heads)))
     heads, cells = tuple(sorted({0, problem.kv_heads - 1})), problem.q_len * problem.kv_len
-    if cells <= WHOLE_CELLS:
+    if cells <= (WHOLE_CELLS if whole_cells is None else whole_cells):
         return Sample((0,), heads)
     return spots_of(problem, heads[-1:] if cells * problem.group * len(heads) > BOTH_HEADS_CELLS else heads)
 
