@@ -105,6 +105,15 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
+def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows with one key the last, where the first stood: a later run replaces what an earlier one measured.
+
+    >>> latest([{"key": "a", "n": 1}, {"key": "b"}, {"key": "a", "n": 2}])
+    [{'key': 'a', 'n': 2}, {'key': 'b'}]
+    """
+    return list({row["key"]: row for row in rows}.values())
+
+
 def select(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
     """The rows whose top-level or case fields equal all of `wanted`."""
     def fits(row):

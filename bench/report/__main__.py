@@ -1,6 +1,8 @@
 """From records to a terminal table, CSV, Markdown, PNG pictures and one HTML page.
 
     python -m bench.report out/dense.jsonl more.jsonl --folder=out/report
+
+Of a row that several files hold the last file's counts: name earlier runs first.
 """
 
 import sys
@@ -23,7 +25,7 @@ def main(argv):
               file=sys.stderr)
         return 2
     try:
-        rows = records.read(*paths)
+        rows = records.latest(records.read(*paths))
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["bench.timing", "bench.options", "bench.report.aggregate", "parity.inputs",
+@pytest.mark.parametrize("name", ["bench.timing", "bench.options", "bench.records", "bench.report.aggregate", "parity.inputs",
                                   "parity.compare"])
 def test_examples(name):
     found = doctest.testmod(importlib.import_module(name))
