@@ -55,8 +55,7 @@ class Stack:
 
     def tiled(self, pool: jax.Array, offset: int, shape: tuple[int, ...]) -> jax.Array:
         """The pool from `offset` on, over and over, in a shape: `parity.inputs.tiled`, on the device."""
-        count = math.prod(shape)
-        return jnp.tile(jnp.roll(pool, -offset), -(-count // pool.size))[:count].reshape(shape)
+        return _tiled(pool, offset, shape)
 
     def take(self, x: jax.Array) -> np.ndarray:
         """A result as float64 NumPy."""
@@ -205,6 +204,13 @@ class Stack:
 
     def release(self) -> None:
         """Gives unused memory back: live buffers are dropped with their last reference, nothing else to do."""
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tiled(pool, offset, shape):
+    """One program, so that no step of it is a tensor of its own; the offset is data, so it serves q and dout alike."""
+    count = math.prod(shape)
+    return jnp.tile(jnp.roll(pool, -offset), -(-count // pool.size))[:count].reshape(shape)
 
 
 def _bytes(compiled) -> int | None:
