@@ -112,7 +112,10 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *
             on_host: bool = False) -> Plan:
     """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
     schedule.check_head_groups(head_groups)
-    program = Program(schedule.signature, kernel, mesh, head_groups, batch_axes)
+    signature = schedule.signature
+    if signature.scheme == "usp" and signature.topology.ulysses == 1:  # without an exchange it is the ring, one program
+        signature = dataclasses.replace(signature, scheme="ring")
+    program = Program(signature, kernel, mesh, head_groups, batch_axes)
     plan = Plan(program, _host_data(schedule, kernel, head_groups, skip))
     return plan if on_host else place(plan)
 
@@ -128,12 +131,12 @@ def place(plan: Plan) -> Plan:
     return Plan(program, placed)
 
 
-def alike(plans: Sequence[Plan]) -> list[Plan]:
+def alike(plans: Sequence[Plan], *, fixed: bool = True) -> list[Plan]:
     """The same plans, those of equal programs made equal in shape where `stack.alike` can: they share one compilation.
 
     A set of documents or masks that is known beforehand compiles once. Their data are NumPy arrays (`on_host`).
     """
-    masks = stack.alike([plan.data.masks for plan in plans], [plan.program for plan in plans])
+    masks = stack.alike([plan.data.masks for plan in plans], [plan.program for plan in plans], fixed=fixed)
     return [Plan(plan.program, dataclasses.replace(plan.data, masks=m)) for plan, m in zip(plans, masks, strict=True)]
 
 

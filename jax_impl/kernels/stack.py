@@ -25,28 +25,30 @@ def stack_operands(operands: Sequence[Any]) -> Any:
     return jax.tree.unflatten(trees[0], [_stack([np.asarray(x) for x in ranks]) for ranks in zip(*leaves, strict=True)])
 
 
-def alike(operands: Sequence[Any], kinds: Sequence[Hashable] | None = None) -> list[Any]:
-    """The same operands, those that differ in the last axes of their arrays alone zero-padded to equal shapes.
+def alike(operands: Sequence[Any], kinds: Sequence[Hashable] | None = None, *, fixed: bool = True) -> list[Any]:
+    """The same operands, zero-padded to equal shapes, since operands of equal shapes share one compilation.
 
-    How many runs of tiles a row of tiles has depends on the mask; operands of equal shapes share one compilation.
+    How many runs of tiles a row of tiles has depends on the mask, and so does how many intervals a row has: the one is
+    in the last axes of the arrays and costs a kernel next to nothing, the other is in axes before.
 
     Args:
       operands: `prepare` results, of any masks, as NumPy arrays.
       kinds: what else must be equal for two of them to be made alike, one for each.
+      fixed: whether only the last axes are padded, and operands that differ in others are not alike.
     """
     flat = [jax.tree.flatten(x) for x in operands]
-    keys = [(kind, tree, tuple((x.dtype, x.shape[:-1]) for x in leaves))
+    keys = [(kind, tree, tuple((x.dtype, x.shape[:-1] if fixed else x.ndim) for x in leaves))
             for kind, (leaves, tree) in zip(kinds or [None] * len(flat), flat, strict=True)]
-    widest: dict[Hashable, list[int]] = {}
+    widest: dict[Hashable, list[np.ndarray]] = {}
     for key, (leaves, _) in zip(keys, flat, strict=True):
-        sizes = [x.shape[-1] for x in leaves]
-        widest[key] = [max(pair) for pair in zip(widest.get(key, sizes), sizes, strict=True)]
+        sizes = [np.array(x.shape, int) for x in leaves]
+        widest[key] = [np.maximum(*pair) for pair in zip(widest.get(key, sizes), sizes, strict=True)]
     return [jax.tree.unflatten(tree, [_widened(x, n) for x, n in zip(leaves, widest[key], strict=True)])
             for key, (leaves, tree) in zip(keys, flat, strict=True)]
 
 
-def _widened(x: np.ndarray, size: int) -> np.ndarray:
-    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+def _widened(x: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:
