@@ -29,7 +29,7 @@ import numpy as np
 from bench import environment, records, trace
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case, from_record, is_among, operand_bytes, plan_of_schedule
-from bench.link_model import Links, predict
+from bench.link_model import Links, links_of, predict
 from bench.timing import Protocol
 from bench.worker_main import failure_of
 from parity.compare import errors, over_budget
@@ -408,13 +408,6 @@ def measure_links(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
             found.setdefault(kind, []).append({"operand_bytes": operand, "wire_bytes": int(wire), "seconds": seconds,
                                                "bandwidth": wire / seconds if seconds else None})
     return found
-
-
-def links_of(found: dict[str, Any]) -> Links:
-    """Latency and bandwidth of one level from measured hops: the smallest message's time, the largest one's rate."""
-    hops = sorted(found["permute"], key=lambda x: x["operand_bytes"])
-    latency, bandwidth = hops[0]["seconds"], hops[-1]["bandwidth"]
-    return Links(latency, bandwidth, latency, bandwidth)
 
 
 def links_row(job: Job) -> dict[str, Any]:

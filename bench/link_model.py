@@ -7,6 +7,7 @@ since a ring moves together; a step as long as its slowest rank.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from workload.signature import Collective, Signature
 from workload.topology import Hop
@@ -33,6 +34,13 @@ class Links:
         """Time of `messages` of `size` bytes each, one after the other."""
         latency, bandwidth = getattr(self, f"{level}_latency"), getattr(self, f"{level}_bandwidth")
         return messages * (latency + size / bandwidth)
+
+
+def links_of(measured: dict[str, Sequence[dict[str, Any]]]) -> Links:
+    """Latency and bandwidth of one level from a row of links: the smallest hop's time, the largest one's rate."""
+    hops = sorted(measured["permute"], key=lambda x: x["operand_bytes"])
+    latency, bandwidth = hops[0]["seconds"], hops[-1]["bandwidth"]
+    return Links(latency, bandwidth, latency, bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,12 +106,14 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of rows with one key the last, where the first stood: a later run replaces what an earlier one measured.
+    """Of rows of one kind and key the last, where the first stood: a later run replaces what an earlier one measured.
+
+    A case's run on real ranks and its replay share a key; they are of two kinds.
 
     >>> latest([{"key": "a", "n": 1}, {"key": "b"}, {"key": "a", "n": 2}])
     [{'key': 'a', 'n': 2}, {'key': 'b'}]
     """
-    return list({row["key"]: row for row in rows}.values())
+    return list({(row.get("kind"), row["key"]): row for row in rows}.values())
 
 
 def select(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.context_parallel_cases import from_record
+from bench.link_model import links_of, predict
 from bench.report import page, pictures, timeline
 from bench.report.tables import grid, number
 from workload.problem import PASSES
@@ -59,13 +60,23 @@ class Comparison:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:
-    """Every timed pass that has a replay."""
+    """Every timed pass that has a replay, whose local work is played with the links that the job itself measured."""
     replays = {row["key"]: row for row in rows if row["kind"] == "replay" and row["status"] == "ok"}
-    return [
-        Comparison(row, which, row["seconds"][which]["median"], replays[row["key"]][which]["predicted"],
-                   replays[row["key"]][which]["compute"])
-        for row in sorted(real(rows), key=_order) if row["key"] in replays for which in PASSES
-    ]
+    measured = {(row["case"]["stack"], row["case"]["world"]): links_of(row["links"])
+                for row in rows if row["kind"] == "links" and row["status"] == "ok"}
+    found = []
+    for row in sorted(real(rows), key=_order):
+        replay, case = replays.get(row["key"]), row["case"]
+        if replay is None:
+            continue
+        known = measured.get((case["stack"], case["world"]))
+        for which in PASSES:
+            guess = replay[which]["predicted"]
+            if known is not None:
+                signature = from_record(case).schedule().signature
+                guess = predict(signature, which, replay[which]["slowest"], known).total
+            found.append(Comparison(row, which, row["seconds"][which]["median"], guess, replay[which]["compute"]))
+    return found
 
 
 def _order(row: Row):

@@ -3,6 +3,7 @@
 import pytest
 
 from bench import context_parallel_cases as cp
+from bench import records
 from bench.cases import ProblemSpec
 from bench.report import context_parallel, ranks
 
@@ -32,6 +33,21 @@ def test_predictions_stand_beside_measurements():
     assert ranks.prediction_summary(found)[0] == ["torch", "ring", "forward", "1", "-50%", "-50%", "causal, zigzag"]
     assert ranks.prediction_lines(found)[1] == ["torch", "ring", "causal", "zigzag", "backward", "5000.000", "5500.000",
                                                 "5000.000", "+10%"]
+
+
+def test_measured_links_replace_those_of_the_replay():
+    hops = [{"operand_bytes": 4096, "seconds": 0.25, "bandwidth": 1e9}, {"operand_bytes": 8192, "seconds": 1.0,
+                                                                        "bandwidth": 8192.0}]
+    links = {"key": "links/torch/w2", "kind": "links", "case": {"stack": "torch", "world": 2}, "status": "ok",
+             "reason": "", "links": {"permute": hops}}
+    rows = [real(), replay(forward=(1.0, 0.75), backward=(5.5, 5.0)), links]
+    signature = cp.Case("torch", "ring", SPEC, 2).schedule().signature
+    for row in rows[1:2]:
+        for which in ("forward", "backward"):
+            row[which]["slowest"] = [0.5] * len(signature.steps)
+    hop = 2 * (0.25 + signature.collectives("forward")[0].operand_bytes / 8192.0)  # k and v, one after the other
+    assert ranks.comparisons(rows)[0].predicted == pytest.approx(max(hop, 0.5) + 0.5)
+    assert len(records.latest(rows)) == 3
 
 
 def test_head_groups_of_one_case_share_a_line():
