@@ -449,7 +449,6 @@ def run(job: Job, out: str) -> None:
             break
         _begin(job, f"case {case.key}")
         _write(job, out, measure_case(job, case, checked))
-        job.stack.release()
     faulthandler.cancel_dump_traceback_later()
 
 
