@@ -8,7 +8,7 @@ the reason that `Kernel.refuse` gives.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -83,6 +83,14 @@ def scattered(q_len: int, kv_len: int, intervals: int = 2, seed: int = 11) -> ma
     return masks.from_intervals(starts, ends, kv_len)
 
 
+def tail(q_len: int, kv_len: int, lengths: Sequence[int]) -> masks.IntervalMask:
+    """Causal documents on a square, and behind them tokens that see nothing and that nothing sees."""
+    used = sum(lengths)
+    inside = masks.causal_document(used, used, lengths)
+    pad = ((0, 0), (0, q_len - used))
+    return masks.from_intervals(np.pad(inside.starts, pad), np.pad(inside.ends, pad), kv_len)
+
+
 def _static(name: str, *args) -> Callable:
     return lambda q_len, kv_len, _: masks.STATIC_MASKS[name](q_len, kv_len, *args)
 
@@ -93,6 +101,10 @@ CASES = (
     Case("small_documents", _static("causal_document", (0, 61, 1, 77)), **SMALL),
     Case("small_two_intervals", _static("global_sliding_window", 70, 19), **SMALL),
     Case("small_empty_rows", _static("causal"), **SMALL | {"q_len": 139, "kv_len": 75}),
+    # A12: 16 tokens, documents of 5 and 7; the tail belongs to none, neither as rows nor as keys.
+    Case("small_tail", lambda q, k, _: tail(q, k, (5, 7)), **SMALL | {"q_len": 16, "kv_len": 16}),
+    # D17: a kv head's gradients are sums over its group, and their memory is fresh.
+    Case("small_group_of_four", _static("prefix_lm_causal", 50), **SMALL | {"q_heads": 4}),
     Case("small_drawn_blocks", lambda q, k, _: variable_block(q, k, 2, 30, 7, 0.6, causal=True, seed=7), **SMALL),
     Case("small_blocks", lambda q, k, b: uniform_block(q, k, 1, b, 0.7, causal=True, seed=6), **SMALL),
     Case("full", _static("full")),
@@ -118,10 +130,12 @@ CASES = (
          q_heads=4, kv_heads=2, batch=1, mask_heads=4),
     Case("rows_before_the_first_key", _static("causal"), q_len=203, kv_len=147),
     Case("scale_and_padded_head_dim", _static("causal"), head_dim=80, scale=0.37, q_heads=2, kv_heads=2, batch=1),
+    # D16, E10: lengths that are no multiple of anything, both passes.
     Case("one_token", _static("causal"), q_len=1, kv_len=1),
     Case("one_past_a_tile", _static("causal"), q_len=65, kv_len=129),
     Case("lengths_127_193", _static("causal_sliding_window", 90), q_len=127, kv_len=193),
     Case("lengths_128_200", _static("full"), q_len=128, kv_len=200),
+    Case("lengths_193_65", _static("full"), q_len=193, kv_len=65),
     Case("half_precision", _static("causal_document", LENGTHS), dtype="bfloat16"),
 )
 
@@ -143,8 +157,16 @@ def _reference(run: Callable, case: Case):
     return want, budget
 
 
+def untouched(problem: AttentionProblem) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that see no key under any head's mask, and keys that no row sees, as indices."""
+    dense = np.any([problem.mask.dense_rows(0, problem.q_len, head) for head in range(problem.mask.heads)], axis=0)
+    return np.flatnonzero(~dense.any(axis=1)), np.flatnonzero(~dense.any(axis=0))
+
+
 def check(run: Callable, case: Case, kernel: str) -> None:
-    """Runs a kernel and judges each of its results.
+    """Runs a kernel and judges each of its results on its own (D1), by a budget from data (C2).
+
+    What no row sees and what sees no key has gradients that are 0 exactly, whatever lay in memory (A12).
 
     Args:
       run: (kernel name, problem, arrays) -> (the arrays as the stack rounds them, results by name), float64 NumPy.
@@ -157,6 +179,10 @@ def check(run: Callable, case: Case, kernel: str) -> None:
         error = relative_error(value, getattr(want, name))
         if not error <= budget[name]:
             wrong.append(f"{name}: error {error:.3g} > {budget[name]:.3g}")
+    rows, keys = untouched(case.problem)
+    for name, places in (("out", rows), ("dq", rows), ("dk", keys), ("dv", keys)):
+        if name in got and got[name][:, places].any():
+            wrong.append(f"{name}: not 0 where the mask shows nothing")
     assert not wrong, f"{kernel} on {case.name}: " + "; ".join(wrong)
 
 

@@ -188,6 +188,16 @@ def test_kernel_records_keep_the_contract(stack, name):
             assert all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in added)
 
 
+@pytest.mark.parametrize("stack", ["jax_impl", "torch_impl"])
+def test_every_option_of_a_kernel_is_used_by_a_test(stack):
+    """G4: an option that nobody ran was misspelt where it was read."""
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests" / stack).rglob("*.py"))
+    for name in table(stack).NAMES:
+        for parameter in inspect.signature(table(stack).get(name).prepare).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                assert re.search(rf"\b{parameter.name}\b\"?[=:]", tests), f"{stack} {name}: {parameter.name}"
+
+
 def test_tables_name_what_they_hold():
     for stack in ("jax_impl", "torch_impl"):
         for name in table(stack).NAMES:

@@ -110,6 +110,7 @@ def test_rows_say_what_they_measured(tmp_path):
         assert row["tiles"]["visited_area"] == 128 * 128
         assert cases.from_record(json.loads(json.dumps(row["case"]))).key == row["key"]
     environments = [measured[case.key]["environment"] for case in run]
+    assert "xla_flags" in environments[0]  # K10: what a compiler was told is part of the result
     assert "jax" in environments[0] and "torch" not in environments[0] and "torch" in environments[2]
 
 

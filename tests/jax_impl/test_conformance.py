@@ -63,6 +63,15 @@ def test_kernel(name, case):
         conformance.check(run, case, name)
 
 
+def test_sizes_of_the_suite_hide_nothing():
+    """I7, E6: named masks are not square, batch is above one, and no two sizes are the same number."""
+    case = conformance.Case("sizes", None)
+    sizes = (case.q_len, case.kv_len, case.batch, case.q_heads, case.kv_heads, case.head_dim)
+    assert len(set(sizes)) == len(sizes) and case.batch > 1
+    named = [c for c in conformance.CASES if c.name in masks.STATIC_MASKS]
+    assert len(named) == 12 and all(c.q_len != c.kv_len and c.batch > 1 for c in named)
+
+
 @pytest.mark.parametrize("toy", conformance.TOYS, ids=lambda t: t.case.name)
 @pytest.mark.parametrize("name", [n for n in kernels.NAMES if n in NATIVE or jax.default_backend() == "gpu"])
 def test_right_values(name, toy):
@@ -83,7 +92,7 @@ DENSE = ("naive", "sdpa", "cudnn")  # they make, or may make, length x length ce
 
 @pytest.mark.parametrize("name", [n for n in kernels.NAMES if (n in DENSE) == (LENGTH == 70)])
 def test_offsets_beyond_32_bits(name):
-    """F1: 2^31 elements; each row sees itself alone, so out is v, dv is dout, and dq, dk are 0."""
+    """F1, F3: 2^31 elements; each row sees itself alone, so out is v, dv is dout, and dq, dk are 0."""
     kernel = kernels.get(name)
     dtype = "bfloat16" if "bfloat16" in kernel.capability.dtypes else kernel.capability.dtypes[0]
     problem = AttentionProblem(masks.causal_sliding_window(LENGTH, LENGTH, 0), 1, HEADS, HEADS, DIM, dtype)

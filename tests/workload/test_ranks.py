@@ -53,6 +53,7 @@ def test_detects_nothing_outside_a_job():
 
 
 def test_each_rank_returns_its_stdout_and_sees_its_place():
+    """K11: a rank is a process of its own, with one device."""
     body = "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])"
     said = spawn(script(body), 3, "127.0.0.1:1", deadline_s=30)
     assert [s.split() for s in said] == [[str(r), "3", str(r)] for r in range(3)]

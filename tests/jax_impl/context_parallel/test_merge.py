@@ -1,13 +1,19 @@
 """The merge of partial results: identity, overflow, order. A2, A7, A9."""
 
+import dataclasses
 import doctest
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl import kernels
 from jax_impl.context_parallel import merge as module
 from jax_impl.context_parallel.merge import empty, merge
+from parity.compare import relative_error
+from workload.masks import causal_document
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
 
 INF = np.inf
 
@@ -55,3 +61,22 @@ def test_commutes_and_associates():
     for got, want in ((merge(a, b), merge(b, a)), (merge(merge(a, b), c), merge(a, merge(b, c)))):
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+
+
+def test_many_parts_lose_no_more_than_the_whole():
+    """C3: eight parts of the keys, with float32 outs: the merged out is at most twice as far off as the whole."""
+    mask, kernel = causal_document(60, 96, (50, 46)), kernels.get("naive")
+    problem = AttentionProblem(mask, 2, 4, 2, 32, "bfloat16")
+    rng = np.random.default_rng(0)
+    shapes = (problem.q_shape, *[problem.kv_shape] * 2)
+    q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), mask, problem.scale).out
+    whole, _ = kernel.forward(q, k, v, kernel.prepare(problem), problem.scale)
+    got = empty(q.astype(jnp.float32))
+    for begin in range(0, 96, 12):
+        keys = np.arange(begin, begin + 12)
+        part = dataclasses.replace(problem, mask=mask.restrict(np.arange(60), keys))
+        got = merge(got, kernel.forward(q, k[:, keys], v[:, keys], kernel.prepare(part), problem.scale,
+                                        out_dtype=jnp.float32))
+    error, unsplit = (relative_error(x, want) for x in (got[0].astype(jnp.bfloat16), whole))
+    assert 0 < error <= 2 * unsplit < 0.02

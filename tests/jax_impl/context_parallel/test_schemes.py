@@ -31,7 +31,10 @@ def assert_right(found):
 
 
 def test_sampled_matrix():
-    """A sample of schemes x masks x worlds equals the oracle in both passes and moves the schedule's bytes."""
+    """A sample of schemes x masks x worlds equals the oracle in both passes and moves the schedule's bytes.
+
+    D1, D2: each gradient on its own, masks that are not causal among them; K6: kinds and bytes as the program has them.
+    """
     for found in (records("matrix", 37, 2, 3, 4), records("matrix", 67, 8)):
         assert len(found) > 1
         assert_right(found)
@@ -62,6 +65,7 @@ def test_idle_ranks_launch_nothing():
 
 
 def test_a_permutation_of_several_cycles():
+    """K9, K10."""
     assert_right(records("permutes"))
 
 

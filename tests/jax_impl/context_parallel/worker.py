@@ -184,7 +184,7 @@ def check_idle():
 
 
 def check_permutes():
-    """K9: a permutation of several cycles gives every rank its peer's value."""
+    """K9: a permutation of several cycles gives every rank its peer's value. K10: partial ones in a row end, too."""
     for axes, pairs in (((4, 1), [(0, 1), (1, 0), (2, 3), (3, 2)]), ((8, 1), [(r, (r + 2) % 8) for r in range(8)]),
                         ((4, 2), [(r, (r + 1) % 4) for r in range(4)]), ((2, 4), [(0, 1), (1, 0)])):
         n = axes[0] * axes[1]
@@ -198,6 +198,16 @@ def check_permutes():
             for u in range(axes[1]):
                 want[b * axes[1] + u] = a * axes[1] + u + 1
         yield {"case": f"{axes}", "wrong": [] if np.array_equal(got, want) else [f"{got} for {want}"]}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("ring",))
+
+    def partial(x):
+        for pair in ((0, 1), (2, 3), (1, 2)):
+            x = x + 10 * jax.lax.ppermute(x, "ring", [pair])
+        return x
+
+    ring = jax.sharding.PartitionSpec("ring")
+    got = np.asarray(jax.jit(jax.shard_map(partial, mesh=mesh, in_specs=ring, out_specs=ring))(jnp.arange(1.0, 5.0)))
+    yield {"case": "partial", "wrong": [] if got.tolist() == [1, 12, 123, 34] else [f"{got}"]}
 
 
 def check_recompilation():

@@ -103,6 +103,23 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     close(got, (out, lse, *pull((wide[3], jnp.zeros_like(lse)))), 2 * BUDGET)
 
 
+def test_a_predicate_that_differs_by_batch_entry_and_head():
+    """Head 0 of batch entry 0 sees the first tile of keys alone: without `per_head` no head would visit another."""
+    problem = AttentionProblem(masks.full(40, 150), 2, 2, 1, 64, DTYPE)
+    predicate = Predicate(mask_mod=lambda b, h, i, j, *_: j < 30 + 60 * h + 50 * b)
+    inputs = arrays(problem)
+    got = passes("flex", problem, inputs, flex.prepare(problem, predicate=predicate, per_head=True))
+    wide = [np.asarray(x, np.float64) for x in inputs]
+    for b in range(2):
+        for h in range(2):
+            q, k, v, dout = (x[b : b + 1, :, h % x.shape[2], None] for x in wide)
+            bound = np.full(40, 30 + 60 * h + 50 * b)
+            want = attention_oracle(q, k, v, masks.from_intervals([0 * bound], [bound], 150), problem.scale, dout)
+            mine = got[0][b : b + 1, :, h, None], got[1][b : b + 1, h, None], got[2][b : b + 1, :, h, None]
+            for x, y in zip(mine, (want.out, want.lse, want.dq), strict=True):
+                assert conformance.relative_error(x, y) < BUDGET, (b, h)
+
+
 @pytest.mark.parametrize("scale", [pytest.param(-0.2, marks=pytest.mark.slow), 0.0])
 def test_a_scale_that_is_not_positive(scale):
     problem = AttentionProblem(masks.causal(61, 70), 1, 2, 2, 64, DTYPE, scale)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jax_impl import hlo
-from jax_impl.kernels import naive
+from jax_impl.kernels import hopper_sparse, naive
 from jax_impl.kernels.stack import stack_operands
 from workload import masks
-from workload.block_masks import variable_block
+from workload.block_masks import uniform_block, variable_block
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 
@@ -57,3 +57,11 @@ def test_asynchronous_collectives_count_once():
   %q2 = f32[3]{0} constant({1, 2, 3})
 """
     assert hlo.collective_bytes(text) == {"all_gather": 64, "all_reduce": 20}
+
+
+def test_schedules_of_ones_own_are_the_ones_used():
+    problem = AttentionProblem(uniform_block(128, 128, 1, 64, 0.5), 1, 1, 1, 64, "bfloat16")
+    measured = hopper_sparse.default_schedules(64, False)
+    other = dataclasses.replace(measured, forward=hopper_sparse.default_schedules(128, True).forward)
+    assert hopper_sparse.prepare(problem).schedules == measured
+    assert hopper_sparse.prepare(problem, schedules=other).schedules == other != measured

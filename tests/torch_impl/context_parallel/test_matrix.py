@@ -10,6 +10,7 @@ from tests.torch_impl.context_parallel import cases
 
 @pytest.mark.parametrize("case", schemes.matrix()[::6], ids=lambda c: c.label)
 def test_sampled(case):
+    """D1, D2: each result and gradient on its own, under all masks."""
     for got in cases.run_threads(case):
         assert not cases.judge(case, got)
 

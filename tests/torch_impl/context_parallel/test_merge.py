@@ -1,13 +1,20 @@
 """The merge of partial results: identity, overflow, order. A2, A7, A9."""
 
+import dataclasses
 import doctest
 
+import numpy as np
 import pytest
 import torch
 
+from parity.compare import relative_error
+from torch_impl import kernels
 from torch_impl.context_parallel import merge as module
 from torch_impl.context_parallel.merge import empty, merge
 from torch_impl.kernels import triton_support
+from workload.masks import causal_document
+from workload.oracle import attention_oracle
+from workload.problem import AttentionProblem
 
 INF = torch.inf
 
@@ -68,6 +75,24 @@ def test_half_precision_parts_merge_in_float32():
     a, b = drawn(6), drawn(7)
     out, lse = merge((a[0].bfloat16(), a[1]), (b[0].bfloat16(), b[1]))
     assert out.dtype == lse.dtype == torch.float32
+
+
+def test_many_parts_lose_no_more_than_the_whole():
+    """C3: eight parts of the keys, with float32 outs: the merged out is at most twice as far off as the whole."""
+    mask, kernel = causal_document(60, 96, (50, 46)), kernels.get("naive")
+    problem = AttentionProblem(mask, 2, 4, 2, 32, "bfloat16")
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(s, generator=g).bfloat16() for s in (problem.q_shape, *[problem.kv_shape] * 2))
+    want = attention_oracle(*(x.double().numpy() for x in (q, k, v)), mask, problem.scale).out
+    whole, _ = kernel.forward(q, k, v, kernel.prepare(problem), problem.scale)
+    got = empty(q.float())
+    for begin in range(0, 96, 12):
+        keys = np.arange(begin, begin + 12)
+        part = dataclasses.replace(problem, mask=mask.restrict(np.arange(60), keys))
+        got = merge(got, kernel.forward(q, k[:, keys], v[:, keys], kernel.prepare(part), problem.scale,
+                                        out_dtype=torch.float32))
+    error, unsplit = (relative_error(x.double().numpy(), want) for x in (got[0].bfloat16(), whole))
+    assert 0 < error <= 2 * unsplit < 0.02
 
 
 @pytest.mark.skipif(triton_support.available() is not None, reason=str(triton_support.available()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests import conformance
 from torch_impl import kernels
 from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, walks
 from workload import masks
@@ -92,6 +93,23 @@ def test_documents_of_every_batch_entry_follow_one_another():
     assert operands.cu_q.tolist() == [0, 0, 0, 5, 5, 5, 10] and operands.cu_kv.tolist() == [0, 3, 3, 9, 12, 12, 18]
     assert (operands.max_q, operands.max_kv, operands.causal, operands.window) == (5, 6, True, (None, None))
     assert operands.cu_q.dtype == torch.int32
+
+
+def test_the_longest_document_is_derived():
+    """H3: a caller's promise of it lost the tail of the sequence."""
+    operands = fa2.regular_operands(AttentionProblem(masks.full_document(13, 13, (4, 6, 3)), 2, 1, 1, 64), None)
+    assert operands.max_q == operands.max_kv == 6
+    assert operands.cu_q.tolist() == [0, 4, 10, 13, 17, 23, 26] == operands.cu_kv.tolist()
+
+
+def test_offsets_and_lengths_are_one_fact():
+    """D8: offsets of padded tokens were mixed with those of the documents. Padding is in no document of ours."""
+    mask = masks.causal_document(8, 8, (3, 0, 5))
+    assert mask.regular.cu_seqlens_q == (0, 3, 3, 8) and np.diff(mask.regular.cu_seqlens_q).tolist() == [3, 0, 5]
+    padded = conformance.tail(12, 12, (3, 0, 5))
+    assert padded.regular is None and padded.area == mask.area and not padded.dense()[8:].any()
+    for name in ("fa2", "fa3"):
+        assert "does not take mask" in kernels.get(name).capability.refuse(AttentionProblem(padded, 1, 1, 1, 64))
 
 
 def test_rows_before_the_first_key_are_a_document_without_keys():
