@@ -1,5 +1,6 @@
 """Jobs of the context-parallel bench: a failed one costs the row it was at, the rest goes on."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -124,13 +125,30 @@ def test_a_bad_flag_is_named(flag, words, tmp_path):
 
 @pytest.mark.slow
 def test_both_stacks_measure_and_agree_on_the_bytes(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    request = {"protocol": {"samples": 2, "least": 1, "seconds": 0.01}, "check_len": 96, "deadline": 100, "links": []}
-    cases = [Case(stack, "ring", SPEC, 2) for stack in ("jax", "torch")]
-    context_parallel.Jobs(out, request, 100.0).run(cases)
+    """One builds while the other is measured; a second run at another length takes over the checks of the first."""
+    out, again = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
+    request = {"protocol": {"samples": 2, "least": 1, "seconds": 0.01}, "check_len": 96, "deadline": 100,
+               "links": [256, 4096], "trace": [["ring", "causal"]]}
+    cases = [Case(stack, scheme, SPEC, 2, head_groups=groups) for stack in ("torch", "jax")
+             for scheme, groups in (("ring", 1), ("all_gather", 2))]
+    context_parallel.Jobs(out, request, 100.0, ahead=True).run(cases)
     rows = records.read(out)
-    assert [r["status"] for r in rows] == ["ok", "ok"], [r["reason"] for r in rows]
+    links, rows = [r for r in rows if r["kind"] == "links"], [r for r in rows if r["kind"] != "links"]
+    assert [r["status"] for r in rows] == ["ok"] * 4, [r["reason"] for r in rows]
+    assert [r["case"]["stack"] for r in links] == ["torch", "jax"] and all(r["status"] == "ok" for r in links)
     for row in rows:
-        assert row["bytes_match"] == {"forward": True, "backward": True}
+        assert row["bytes_match"] == {"forward": True, "backward": True} and row["check_len"] == 96
         assert row["seconds"]["forward"]["median"] > 0 and row["efficiency"]["backward"] > 0
-    assert rows[0]["schedule"] == rows[1]["schedule"]
+        traced = [len(row["trace"][which]) for which in ("forward", "backward")] if "trace" in row else None
+        assert traced == ([2, 2] if row["case"]["scheme"] == "ring" else None), row.get("trace_failure")
+    assert len(list((tmp_path / "traces").glob("*.trace.json.gz"))) == 8
+    by_stack = {stack: [r for r in rows if r["case"]["stack"] == stack] for stack in ("torch", "jax")}
+    assert [r["schedule"] for r in by_stack["torch"]] == [r["schedule"] for r in by_stack["jax"]]
+
+    shorter = [dataclasses.replace(c, spec=dataclasses.replace(SPEC, seq_len=64)) for c in cases[:2]]
+    context_parallel.Jobs(again, request | {"checked": str(out), "links": [], "trace": []}, 100.0).run(shorter)
+    checked = {from_record(r["case"]).any_length: r for r in rows}
+    assert len(records.read(again)) == 2
+    for row in records.read(again):
+        assert row["status"] == "ok" and row["check_len"] == 96
+        assert row["errors"] == checked[from_record(row["case"]).any_length]["errors"]
