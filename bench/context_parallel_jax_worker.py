@@ -76,7 +76,7 @@ class Ready(worker.Ready):
                 for name, x in results.items()}
 
     def moved(self, which: str) -> dict[str, int]:
-        return collective_bytes(self.programs[which].as_text())
+        return self.programs["moved"][which]
 
     def peak(self) -> int:
         return max(self.job.stack.peak_bytes(self.calls[which], self.programs[which]) or 0 for which in PASSES)
@@ -156,8 +156,9 @@ class Job(worker.Job):
             first = _compile(_forward, plan, q, k, k)
             saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
                 plan.program.mesh, plan.program.spec(TOKENS_AT[x.ndim]))), jax.eval_shape(forward, plan, q, k, k)[1])
-            return {"forward": first, "backward": _compile(backward, plan, saved, dout),
-                    "saved": jax.tree.structure(saved)}
+            made = {"forward": first, "backward": _compile(backward, plan, saved, dout)}
+            moved = {which: collective_bytes(compiled.as_text()) for which, compiled in made.items()}
+            return made | {"saved": jax.tree.structure(saved), "moved": moved}
 
         leaves, tree = jax.tree.flatten(plan)
         return self._once((tree, tuple((x.shape, str(x.dtype)) for x in leaves)), work)
