@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ def define() -> None:
     flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest and others nearly as busy; 0 for all.",
                          lower_bound=0)
     options.define_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)
-    flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time, beside the one that is "
-                         "timed: on a GPU host with idle cores.", lower_bound=1)
+    flags.DEFINE_integer("workers", 1, "Processes that build and compile at the same time; what they built is timed "
+                         "one by one.", lower_bound=1)
     options.define_float("estimate_rate", 0.0, "Measure nothing: count visited tiles, at this rate in FLOP/s (6e14).",
                          lower_bound=0)
     flags.DEFINE_bool("check", True, "Hold a small replay to the oracle before a row is measured.")
@@ -245,24 +245,26 @@ class Replay:
     def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
         """Builds `workers` groups at a time, each in a process of its own; yields each once it is timed and checked.
 
-        What is timed is timed alone on the device, the first of the groups that are built first.
+        Nothing builds while something is timed, and one group is timed at a time; checks work on the host.
         """
-        with contextlib.ExitStack() as held, ThreadPoolExecutor(self.settings.workers) as threads:
-            workers = [held.enter_context(Worker(group[0][0].stack)) for group in groups]
-            built = {threads.submit(self._build, *x): n for n, x in enumerate(zip(workers, groups, strict=True))}
-            checked: dict[Future, int] = {}
-            while built or checked:
-                done, _ = wait((*built, *checked), return_when=FIRST_COMPLETED)
-                for future in done & checked.keys():
-                    n = checked.pop(future)
-                    self._keep(groups[n], future.result())
-                    workers[n].kill()
-                    yield groups[n]
-                if ready := done & built.keys():
-                    future = min(ready, key=lambda f: built[f])
-                    n = built.pop(future)
-                    found = self._times(workers[n], future.result())
-                    checked[threads.submit(self._check, workers[n], groups[n], found)] = n
+        for some in itertools.batched(groups, self.settings.workers):
+            with contextlib.ExitStack() as held, ThreadPoolExecutor(len(some)) as threads:
+                workers = [held.enter_context(Worker(group[0][0].stack)) for group in some]
+                checks: dict[Future, int] = {}
+                for n, built in enumerate(list(threads.map(self._build, workers, some))):
+                    found = self._times(workers[n], built)
+                    checks[threads.submit(self._check, workers[n], some[n], found)] = n
+                    yield from self._kept(some, workers, checks, [f for f in checks if f.done()])
+                yield from self._kept(some, workers, checks, list(checks))
+
+    def _kept(self, groups, workers, checks: dict[Future, int], done: Sequence[Future]) -> Iterator[Sequence[Member]]:
+        for future in done:
+            n = checks.pop(future)
+            found = future.result()
+            for i, (case, _) in enumerate(groups[n]):
+                self._found[case.key] = found if isinstance(found, Failure) else found | {"runs": found["runs"][i]}
+            workers[n].kill()
+            yield groups[n]
 
     def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
         return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
@@ -284,10 +286,6 @@ class Replay:
             return found if isinstance(found, Failure) else found | {"spot_errors": {}}
         errors = worker.ask(f"{TASKS}:spots", self.settings.deadline)
         return errors if isinstance(errors, Failure) else found | {"spot_errors": errors}
-
-    def _keep(self, group: Sequence[Member], found: Any) -> None:
-        for n, (case, _) in enumerate(group):
-            self._found[case.key] = found if isinstance(found, Failure) else found | {"runs": found["runs"][n]}
 
     def _row(self, case: cp.Case, schedule: Schedule, one: cp.Case) -> dict[str, Any]:
         found, single = self._found[case.key], self._found[one.key]
