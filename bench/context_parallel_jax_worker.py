@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +45,8 @@ from workload.schedule import Schedule
 BATCH_SECONDS = 0.02  # what it costs to launch a program on all devices is small in a batch of calls this long
 TOKENS_AT = {4: 1, 3: 2}  # the token axis of the exchanged q, k, v, out and of lse, by their ranks
 LONGEST_WAIT = 600.0  # seconds for another process; a row ends by its own deadline
-THREADS = 4  # that lower and compile: lowering is Python's, one at a time
+THREADS = 16  # that compile
+_lowering = threading.Lock()  # Python's work: one program after the other is faster than many at a time
 
 
 class Ready(worker.Ready):
@@ -292,7 +294,9 @@ def _forward(plan, q, k, v):
 
 def _compile(function: Callable, *arguments):
     """A compiled program; Agreed("out_of_memory") where some device of this process cannot hold it."""
-    compiled = jax.jit(function).lower(*arguments).compile()
+    with _lowering:
+        lowered = jax.jit(function).lower(*arguments)
+    compiled = lowered.compile()
     used = compiled.memory_analysis()
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
     if used is not None and all(limits):
