@@ -1,5 +1,6 @@
 """Several processes as one JAX job: it computes, and it ends when a rank is lost or lags."""
 
+import os
 import sys
 
 import pytest
@@ -48,3 +49,22 @@ def test_command_line(capsys):
     assert "the reason" in capsys.readouterr().err
     with pytest.raises(ValueError, match="coordinator"):
         spawn(WORKER, 1, hosts=2, deadline_s=1)
+
+
+EXCHANGE = """
+import os
+from jax_impl import launch
+with launch.join(launch.detect(), timeout_s=60) as place:
+    for n in range(3):
+        print(launch.exchange(f"{n} of {place.rank}", 60.0))
+print(os.environ["XLA_FLAGS"])
+"""
+
+
+def test_ranks_exchange_texts_and_keep_several_collectives_in_flight():
+    """Without a device; and the caller's own flags come last, so they count."""
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    for said in spawn([sys.executable, "-c", EXCHANGE], 2, deadline_s=80, environ=environ):
+        *told, flags = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+        assert told == [str([f"{n} of 0", f"{n} of 1"]) for n in range(3)]
+        assert "collective_overlap_limit=4" in flags and flags.split()[-1] == environ["XLA_FLAGS"]
