@@ -443,7 +443,7 @@ def run(job: Job, out: str) -> None:
         if row is None:
             row = links_row(job)
             _write(job, out, row)
-        job.links = links_of(row["links"]) if row["status"] == "ok" else None
+        job.links = links_of(row["links"], job.world) if row["status"] == "ok" else None
     for case in cases:
         if max(job.gather(time.time())) > request.until:
             break

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from workload.signature import Collective, Signature
 from workload.topology import Hop
 
@@ -25,7 +27,7 @@ class Links:
     outer_bandwidth: float = 45e9
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(Links):
             value = getattr(self, field.name)
             if value < 0 or (value == 0 and field.name.endswith("bandwidth")):
                 raise ValueError(f"{field.name}: {value} is not positive")
@@ -36,11 +38,48 @@ class Links:
         return messages * (latency + size / bandwidth)
 
 
-def links_of(measured: dict[str, Sequence[dict[str, Any]]]) -> Links:
-    """Latency and bandwidth of one level from a row of links: the smallest hop's time, the largest one's rate."""
-    hops = sorted(measured["permute"], key=lambda x: x["operand_bytes"])
-    latency, bandwidth = hops[0]["seconds"], hops[-1]["bandwidth"]
-    return Links(latency, bandwidth, latency, bandwidth)
+    def hop(self, level: str, size: int) -> float:
+        """Time of one message of a hop."""
+        return self.seconds(level, 1, size)
+
+    def collective(self, kind: str, ranks: int, size: int) -> float | None:
+        """Time of a collective on operands of `size` bytes, where it is known as a whole."""
+        del kind, ranks, size
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredLinks(Links):
+    """Links of one level whose collectives were timed among some ranks.
+
+    Attributes:
+      ranks: how many took part.
+      curves: by kind of collective, (operand bytes, seconds) ascending; times in between lie on straight lines, times
+        beyond at the last one's rate.
+    """
+
+    ranks: int = 0
+    curves: dict[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)
+
+    def hop(self, level: str, size: int) -> float:
+        """Time of one message of a hop."""
+        return self._on_curve("permute", size)
+
+    def collective(self, kind: str, ranks: int, size: int) -> float | None:
+        """Time of a collective on operands of `size` bytes, among as many ranks as were measured."""
+        return self._on_curve(kind, size) if ranks == self.ranks else None
+
+    def _on_curve(self, kind: str, size: int) -> float:
+        sizes, seconds = zip(*self.curves[kind], strict=True)
+        return float(np.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
+
+
+def links_of(measured: dict[str, Sequence[dict[str, Any]]], ranks: int) -> MeasuredLinks:
+    """From a row of links: its curves, and of hops the smallest's time and the largest's rate."""
+    curves = {kind: tuple(sorted((x["operand_bytes"], x["seconds"]) for x in points))
+              for kind, points in measured.items()}
+    (_, latency), (size, seconds) = curves["permute"][0], curves["permute"][-1]
+    return MeasuredLinks(latency, size / seconds, latency, size / seconds, ranks, curves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +114,11 @@ def collective_seconds(signature: Signature, collective: Collective, links: Link
     grid = signature.topology
     if collective.kind == "permute":
         assert collective.hop is not None
-        return links.seconds(level_of_hop(signature, collective.hop), 1, collective.operand_bytes)
+        return links.hop(level_of_hop(signature, collective.hop), collective.operand_bytes)
+    size = grid.ulysses if collective.axis == "ulysses" else grid.ring
+    known = links.collective(collective.kind, size, collective.operand_bytes)
+    if known is not None:
+        return known
     groups = {grid.group(collective.axis, rank) for rank in range(grid.world)}
     return max(_group_seconds([grid.node(r) for r in group], collective, links) for group in groups)
 
@@ -170,5 +213,5 @@ class _Clock:
             self.levels[plain] = level_of_hop(self.signature, plain)
         level = self.levels[plain]
         begin = max(now, self.free[level])
-        self.free[level] = begin + sum(self.links.seconds(level, 1, sizes[x]) for x in tensors)
+        self.free[level] = begin + sum(self.links.hop(level, sizes[x]) for x in tensors)
         return self.free[level]

@@ -62,7 +62,7 @@ class Comparison:
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:
     """Every timed pass that has a replay, whose local work is played with the links that the job itself measured."""
     replays = {row["key"]: row for row in rows if row["kind"] == "replay" and row["status"] == "ok"}
-    measured = {(row["case"]["stack"], row["case"]["world"]): links_of(row["links"])
+    measured = {(row["case"]["stack"], row["case"]["world"]): links_of(row["links"], row["case"]["world"])
                 for row in rows if row["kind"] == "links" and row["status"] == "ok"}
     found = []
     for row in sorted(real(rows), key=_order):
@@ -166,9 +166,9 @@ def section(rows: Sequence[Row]) -> str:
     if found:
         parts.append(
             "<h3>Predictions beside measurements</h3><p class='soft'>A replay times each rank's local work on one "
-            "device and adds links at the latency and bandwidth of the measured hops. The error is predicted over "
-            f"measured, less one.</p>{page.table(SUMMARY, prediction_summary(found))}<details><summary>{len(found)} "
-            f"passes</summary>{page.table(PREDICTIONS, prediction_lines(found))}</details>")
+            "device; links are added as the job measured them, each collective by the times of its kind. The error is "
+            f"predicted over measured, less one.</p>{page.table(SUMMARY, prediction_summary(found))}"
+            f"<details><summary>{len(found)} passes</summary>{page.table(PREDICTIONS, prediction_lines(found))}</details>")
     head, lines = head_groups(rows)
     if lines:
         parts.append(f"<h3>Head groups: some heads travel while others compute</h3><p class='soft'>E forward / "

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.link_model import Links, collective_seconds, level_of_hop, predict
+from bench.link_model import Links, collective_seconds, level_of_hop, links_of, predict
 from workload import masks
 from workload.problem import AttentionProblem
 from workload.schedule import make_schedule
@@ -98,3 +98,15 @@ def test_head_groups_hide_all_but_the_first_and_the_last_part(scheme, world, whi
 def test_head_groups_of_a_ring():
     with pytest.raises(ValueError, match="head_groups: 2 with ring"):
         predict(signature_of("ring", 2), "forward", [1.0, 1.0], FREE, 2)
+
+
+def test_measured_links_give_back_what_was_measured():
+    """Straight lines between the points of a kind, beyond the last its rate; other groups by the model."""
+    measured = {kind: [{"operand_bytes": size, "seconds": factor * seconds, "bandwidth": size / (factor * seconds)}
+                       for size, seconds in ((100, 1.0), (300, 2.0))]
+                for factor, kind in enumerate(("permute", "all_to_all", "all_gather", "reduce_scatter"), 1)}
+    links = links_of(measured, 2)
+    assert links.hop("inner", 200) == pytest.approx(1.5) and links.hop("outer", 600) == pytest.approx(4.0)
+    assert links.collective("reduce_scatter", 2, 300) == pytest.approx(8.0)
+    assert links.collective("all_gather", 3, 300) is None and Links().collective("all_gather", 2, 300) is None
+    assert links.inner_latency == 1.0 and links.inner_bandwidth == 150.0

@@ -45,8 +45,8 @@ def test_measured_links_replace_those_of_the_replay():
     for row in rows[1:2]:
         for which in ("forward", "backward"):
             row[which]["slowest"] = [0.5] * len(signature.steps)
-    hop = 2 * (0.25 + signature.collectives("forward")[0].operand_bytes / 8192.0)  # k and v, one after the other
-    assert ranks.comparisons(rows)[0].predicted == pytest.approx(max(hop, 0.5) + 0.5)
+    assert signature.collectives("forward")[0].operand_bytes == 8192  # k, then v: the largest hop measured
+    assert ranks.comparisons(rows)[0].predicted == pytest.approx(2 * 1.0 + 0.5)
     assert len(records.latest(rows)) == 3
 
 
