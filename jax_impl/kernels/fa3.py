@@ -45,7 +45,7 @@ def prepare(
         # Not a band: its element test leaves the key-major kernel too few registers (bench/results/NOTES.md).
         return hopper_masks.intervals(by_key, rows, columns, device)
 
-    tiles = tiles or hopper_kernel.default_tiles(problem, by_key)
+    tiles = tiles or hopper_kernel.default_tiles(problem)
     return hopper_kernel.build(query_rows, key_rows, tiles, deterministic)
 
 

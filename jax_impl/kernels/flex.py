@@ -189,6 +189,8 @@ class Traced(Policy):
     column_tokens: int = dataclasses.field(metadata={"static": True})
     transposed: bool = dataclasses.field(metadata={"static": True})
 
+    one_walk = True
+
     @property
     def changes_scores(self):
         """Whether there is a score_mod."""
@@ -312,7 +314,7 @@ def prepare(
         )
         return Traced(base, *padded, used.mask_mod, used.score_mod, lengths[1], rows, columns, transposed)
 
-    tiles = tiles or hopper_kernel.default_tiles(problem, by_key)
+    tiles = tiles or hopper_kernel.default_tiles(problem)
     return hopper_kernel.build(
         functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
     )

@@ -22,6 +22,8 @@ from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
 ROWS = 64
+TERMS = 16  # of a row of statistics, the least depth of a product: three for lse, three for delta
+HUGE = 1e30  # stands in for infinity where zero times it has to be zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,8 @@ class BackwardTiles:
       registers: of a consumer and of the producer thread.
       side: kv heads that run side by side, or None for all; few where their queries, douts and dq are met in no
         common order and should stay in the cache.
-      split: thread blocks among which the query heads of a tile's group are divided; their float32 parts of dk and dv
-        are added outside. For masks under which a few key tiles outlast all others.
+      split: thread blocks among which the query heads of a tile's group are divided; they add to float32 dk and dv.
+        Not in the deterministic form.
     """
 
     columns: int = 64
@@ -43,6 +45,7 @@ class BackwardTiles:
     registers: tuple[int, int] = (240, 24)
     side: int | None = None
     split: int = 1
+    early: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -68,51 +71,70 @@ def key_major(
     """
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    padded, columns = round_up(kv_len, tiles.row_tokens), tiles.columns
+    padded, columns, grad_dtype = round_up(kv_len, tiles.row_tokens), tiles.columns, jnp.dtype(grad_dtype)
     side = math.gcd(tiles.side or kv_heads, kv_heads)
-    split = math.gcd(tiles.split, q_heads // kv_heads)
-    part_dtype = jnp.dtype(grad_dtype if split == 1 else jnp.float32)
-    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, q.dtype, part_dtype, with_dq)
-    grad = jax.ShapeDtypeStruct((split, batch, padded, kv_heads, dim), part_dtype)
+    split = math.gcd(tiles.split, q_heads // kv_heads) if with_dq else 1
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, q.dtype, grad_dtype, with_dq)
+    grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
+    statistics = _statistics(None if policy.changes_scores else lse * (-1.0 / (scale * LOG2E)), -delta)
     scratch = {
         "k_s": shared_tile((tiles.row_tokens, dim), dtype),
         "v_s": shared_tile((tiles.row_tokens, dim), dtype),
         "q_s": shared_tile((stages, columns, dim), dtype),
         "do_s": shared_tile((stages, columns, dim), dtype),
-        "lse_s": plgpu.SMEM((stages, columns), jnp.float32),
-        "delta_s": plgpu.SMEM((stages, columns), jnp.float32),
+        "statistics_s": shared_tile((stages, columns, TERMS), jnp.bfloat16),
         "kv_ready": bar(num_arrivals=2),
         "column_s": plgpu.SMEM((stages,), jnp.int32),
-        "q_ready": bar(num_arrivals=3, num_barriers=stages),
-        "do_ready": bar(num_arrivals=2, num_barriers=stages),
+        "q_ready": bar(num_arrivals=4 if policy.changes_scores else 3, num_barriers=stages),
+        "do_ready": bar(num_barriers=stages),
         "q_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
     }
-    buffers = ()
+    if policy.changes_scores:
+        scratch["lse_s"] = plgpu.SMEM((stages, columns), jnp.float32)
+    buffers = []
     if with_dq:
         scratch |= {
             "ds_s": shared_tile((2, tiles.row_tokens, columns), dtype),
-            "dq_s": shared_tile((CONSUMERS, *kernel.dq_part), jnp.float32),
+            "sum_s": shared_tile((CONSUMERS, *kernel.part), jnp.float32),
             "ds_ready": bar(num_arrivals=CONSUMERS),
         }
         if total is None:
             total = jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)
-        buffers = (jax.new_ref(total),)
-    dk, dv = plgpu.kernel(
+        sums = [jnp.zeros(grad.shape, jnp.float32) for _ in range(2 if split > 1 else 0)]
+        buffers = [jax.new_ref(x) for x in (total, *sums)]
+    grads = plgpu.kernel(
         kernel.body,
-        out_type=[grad, grad],
+        out_type=[grad, grad] if split == 1 else [],
         scratch_types=scratch,
-        # The heaviest tiles of the heads side by side come first, so that the last ones to end are light.
-        grid=(batch, kv_heads // side, padded // tiles.row_tokens, side, split),
-        grid_names=("batch", "section", "place", "side", "part"),
+        grid=(batch, kv_heads // side, split, padded // tiles.row_tokens, side),
+        grid_names=("batch", "section", "part", "place", "side"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="hopper_key_major",
-    )(q, k, v, dout, lse, delta, *buffers, *policy.operands())
-    dq = buffers[0][...] if with_dq else None
-    return dq, *((x[0] if split == 1 else x.sum(axis=0).astype(grad_dtype))[:, :kv_len] for x in (dk, dv))
+    )(q, k, v, dout, lse, statistics, *buffers, *policy.operands())
+    dq, *sums = (x[...] for x in buffers) if with_dq else (None,)
+    return dq, *(x[:, :kv_len].astype(grad_dtype) for x in sums or grads)
+
+
+def _statistics(*vectors):
+    """Float32 vectors [..., n], or None for zeros, as sums of three bfloat16 terms each: [..., n, TERMS].
+
+    A product with them adds a vector to every row of a tile in the tensor cores, where loading it would cost as many
+    cycles of shared memory as the queries' tile does.
+    """
+    shape = next(x.shape for x in vectors if x is not None)
+    terms = []
+    for x in vectors:
+        rest = jnp.zeros(shape, jnp.float32) if x is None else jnp.clip(x, -HUGE, HUGE)
+        for _ in range(3):
+            term = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+            terms.append(term.astype(jnp.bfloat16))
+            rest = rest - term
+    terms += [jnp.zeros(shape, jnp.bfloat16)] * (TERMS - len(terms))
+    return jnp.stack(terms, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +153,21 @@ class _KeyMajor:
     with_dq: bool
 
     @property
-    def dq_part(self) -> tuple[int, int]:
+    def part(self) -> tuple[int, int]:
         """What a warpgroup computes of a tile's dq: half of its columns, or half of its rows where there are 128."""
         halves = self.tiles.columns // ROWS
         return (ROWS, self.dim if halves == 2 else self.dim // 2)
 
-    def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, *refs, **scratch):
+    def body(self, q_g, k_g, v_g, do_g, lse_g, statistics_g, *refs, **scratch):
         """One thread block: a tile of keys of one kv head, over all query heads of its group."""
-        *mask_refs, dk_g, dv_g = refs
-        dq_g = mask_refs.pop(0) if self.with_dq else None
+        refs = list(refs)
+        dq_g = refs.pop(0) if self.with_dq else None
+        if self.split > 1:
+            dk_g, dv_g, *mask_refs = refs
+        else:
+            *mask_refs, dk_g, dv_g = refs
         part = lax.axis_index("part")
-        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g.at[part], dv_g.at[part], **scratch)
+        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
         kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         q_head = kv_head * self.group + part * (self.group // self.split)
         first = Head(lax.axis_index("batch"), q_head, kv_head)
@@ -175,10 +201,13 @@ class _Walk:
         step counts over all heads. Returns (the number of steps, carry).
         """
 
+        policy = self.kernel.policy
+        shared = policy.walk(self.refs, self.first, self.tile) if policy.one_walk else None
+
         def one_head(g, state):
             base, carry = state
             head = self.head(g)
-            walk = self.kernel.policy.walk(self.refs, head, self.tile)
+            walk = shared or policy.walk(self.refs, head, self.tile)
 
             def step(masked, n, carry):
                 return visit(base + n, lambda: walk.column(n), head, masked, carry)
@@ -200,7 +229,7 @@ class _Scratch:
     v_g: jax.Ref
     do_g: jax.Ref
     lse_g: jax.Ref
-    delta_g: jax.Ref
+    statistics_g: jax.Ref
     dq_g: jax.Ref | None
     dk_g: jax.Ref
     dv_g: jax.Ref
@@ -208,17 +237,23 @@ class _Scratch:
     v_s: jax.Ref
     q_s: jax.Ref
     do_s: jax.Ref
-    lse_s: jax.Ref
-    delta_s: jax.Ref
+    statistics_s: jax.Ref
     column_s: jax.Ref
     kv_ready: jax.Ref
     q_ready: jax.Ref
     do_ready: jax.Ref
     q_free: jax.Ref
     do_free: jax.Ref
+    lse_s: jax.Ref | None = None
     ds_s: jax.Ref | None = None
-    dq_s: jax.Ref | None = None
+    sum_s: jax.Ref | None = None
     ds_ready: jax.Ref | None = None
+
+
+def _ones(vector: int):
+    """Left operand of a product with statistics that adds their vector of this number to every row of a tile."""
+    term = plgpu.broadcasted_iota(jnp.int32, (ROWS, TERMS), 1, layout=TILE)
+    return ((term >= 3 * vector) & (term < 3 * vector + 3)).astype(jnp.bfloat16)
 
 
 def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
@@ -234,12 +269,13 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
         queries = pl.ds(column * kernel.tiles.columns, kernel.tiles.columns)
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.q_g.at[batch, queries, head.q], s.q_s.at[slot], s.q_ready.at[slot])
-        plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
+        plgpu.copy_gmem_to_smem(s.statistics_g.at[batch, head.q, queries], s.statistics_s.at[slot], s.q_ready.at[slot])
+        if kernel.policy.changes_scores:
+            plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
         s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
         plgpu.barrier_arrive(s.q_ready.at[slot])
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
-        plgpu.copy_gmem_to_smem(s.delta_g.at[batch, head.q, queries], s.delta_s.at[slot], s.do_ready.at[slot])
 
     total, _ = walk.each(load, None)
 
@@ -266,13 +302,15 @@ class _Consumer:
         accumulator = plgpu.ACC((ROWS, dim), jnp.float32)
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
-        if kernel.with_dq:  # the other warpgroup's last dq reads these keys too
+        if kernel.with_dq and kernel.split == 1:  # the other warpgroup's last dq reads these keys too
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
         grads = ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g))
         for grad, staging, gmem in grads:
             target = gmem.at[self.walk.first.batch, keys, self.walk.first.kv]
-            if kernel.grad_dtype.itemsize == 2:
+            if kernel.split > 1:
+                self._add_features(grad, target)
+            elif kernel.grad_dtype.itemsize == 2:
                 staging[self._rows] = grad.astype(kernel.grad_dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(staging.at[self._rows], target)
@@ -302,15 +340,14 @@ class _Consumer:
             self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
             self._add_dq(dq_ref[...], before)
 
-        pl.run_scoped(last, plgpu.ACC(self.kernel.dq_part, jnp.float32))
+        pl.run_scoped(last, plgpu.ACC(self.kernel.part, jnp.float32))
         return dk_ref[...], dv_ref[...]
 
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, head), tile, tile)
-        p, ds = p.astype(kernel.dtype), ds.astype(kernel.dtype)
+        p, ds = pl.run_scoped(functools.partial(self._gradient, dv_ref, masked, slot, head), tile, tile)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
             half = lax.rem(step, jnp.int32(2))
@@ -319,13 +356,15 @@ class _Consumer:
             plgpu.commit_smem()
 
         def products(*dq_ref):
-            plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+            if not kernel.tiles.early:
+                plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
             if kernel.with_dq:
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
-            plgpu.wgmma_wait(1)
+            plgpu.wgmma_wait(2 if kernel.with_dq and kernel.tiles.early else 1)
             plgpu.barrier_arrive(s.do_free.at[slot])
             if kernel.with_dq:
+                plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(s.ds_ready)
                 self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
             plgpu.wgmma_wait(0)
@@ -334,37 +373,47 @@ class _Consumer:
         if not kernel.with_dq:
             products()
             return before
-        pl.run_scoped(products, plgpu.ACC(kernel.dq_part, jnp.float32))
+        pl.run_scoped(products, plgpu.ACC(kernel.part, jnp.float32))
         return here
 
-    def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
+    def _gradient(self, dv_ref, masked: bool, slot, head, s_ref, dp_ref):
         """Probabilities and gradients of the logits, float32 [keys, queries]."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
+        statistics = s.statistics_s.at[slot].transpose((1, 0))
         plgpu.barrier_wait(s.q_ready.at[slot])
         plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
+        if not policy.changes_scores:
+            plgpu.wgmma(s_ref, _ones(0), statistics)
         plgpu.barrier_wait(s.do_ready.at[slot])
         plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
+        plgpu.wgmma(dp_ref, _ones(1), statistics)
         key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
         place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or policy.changes_scores:
             place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns)
         rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
-        lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
-        logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+        logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=2)
         if policy.changes_scores:
             scaled = logits * kernel.scale
+            lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
             p = jnp.exp2(policy.scores(scaled, head, place) * LOG2E - place.by_column(lse))
         else:
-            p = jnp.exp2(logits * (kernel.scale * LOG2E) - place.by_column(lse))
+            p = jnp.exp2(logits * (kernel.scale * LOG2E))
         if masked:
             p = jnp.where(policy.seen(rows, head, place), p, 0.0)
-        delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
-        ds = p * (dp_ref[...] - place.by_column(delta))
-        return p, policy.score_gradient(scaled, ds, head, place) if policy.changes_scores else ds
+        p16 = p.astype(kernel.dtype)
+        if kernel.tiles.early:
+            plgpu.wgmma(dv_ref, p16, s.do_s.at[slot])
+            ds = p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
+        else:
+            ds = p * dp_ref[...]
+        if policy.changes_scores:
+            ds = policy.score_gradient(scaled, ds, head, place)
+        return p16, ds.astype(kernel.dtype)
 
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""
-        s, (_, columns) = self.s, self.kernel.dq_part
+        s, (_, columns) = self.s, self.kernel.part
         ds_s = s.ds_s.at[half]
         if columns == self.kernel.dim:
             plgpu.wgmma(dq_ref, ds_s.at[:, pl.ds(self.warpgroup * ROWS, ROWS)].transpose((1, 0)), s.k_s)
@@ -374,15 +423,23 @@ class _Consumer:
 
     def _add_dq(self, dq, where):
         """Adds it to device memory; where: (query tile, query head)."""
-        s, (rows, columns), (tile, q_head) = self.s, self.kernel.dq_part, where
+        (rows, columns), (tile, q_head) = self.kernel.part, where
         queries, features = tile * self.kernel.tiles.columns, pl.ds(0, columns)
         if columns == self.kernel.dim:
             queries = queries + self.warpgroup * ROWS
         else:
             features = pl.ds(self.warpgroup * columns, columns)
-        staging = s.dq_s.at[self.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the add of the step before has read its tile
-        staging[...] = dq
+        self._add(dq, self.s.dq_g.at[self.walk.first.batch, pl.ds(queries, rows), q_head, features])
+
+    def _add_features(self, x, target):
+        """Adds a [keys, head_dim] tile to device memory, as many features at a time as are staged."""
+        columns = self.kernel.part[1]
+        for first in range(0, self.kernel.dim, columns):
+            self._add(x[:, first : first + columns], target.at[:, pl.ds(first, columns)])
+
+    def _add(self, x, target):
+        staging = self.s.sum_s.at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the addition before has read its tile
+        staging[...] = x
         plgpu.commit_smem()
-        target = s.dq_g.at[self.walk.first.batch, pl.ds(queries, rows), q_head, features]
         plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")

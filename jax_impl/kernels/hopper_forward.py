@@ -11,14 +11,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.lib.mlir.dialects import arith, llvm, scf, vector
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy, Walk
+from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
 
 LOG2E = math.log2(math.e)
 
@@ -44,6 +46,10 @@ class ForwardTiles:
     registers: tuple[int, int] = (240, 24)
     turns: bool = False
     l2_bytes: int = 24 << 20
+    lazy: float | None = None
+    q_registers: bool = False
+    items: int = 8
+    processors: int = 132
 
     @property
     def row_tokens(self) -> int:
@@ -73,6 +79,33 @@ def heads_side_by_side(q_heads: int, kv_heads: int, kv_bytes: int, budget: int) 
     return fitting * (q_heads // kv_heads)
 
 
+def blocks_of(items: int, tiles) -> int:
+    """Thread blocks for this many items: a wave of the processors for every `tiles.items` of them each, up to four.
+
+    A block that goes from one item to the next loads under products where a new one would start cold. More waves than
+    one, so that processors that are late, or busy with something else, get fewer blocks.
+    """
+    waves = items // (tiles.processors * tiles.items)
+    return min(items, tiles.processors * max(1, min(4, waves)))
+
+
+def item_number(n, blocks: int):
+    """The n-th item of a thread block. Items come heaviest first; to and fro, so that blocks have as much to do each."""
+    block, back = lax.axis_index("block"), lax.rem(jnp.int32(n), jnp.int32(2))
+    return n * blocks + jnp.where(back == 1, blocks - 1 - block, block)
+
+
+def items_of_block(items: int, blocks: int):
+    """How many items a thread block has."""
+    rounds = -(-items // blocks)
+    return rounds - (item_number(rounds - 1, blocks) >= items).astype(jnp.int32)
+
+
+def split_number(n, by: int):
+    """Quotient and remainder, int32."""
+    return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
+
+
 def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_dtype=None, before=None):
     """Attention of q over k and v under a mask policy.
 
@@ -92,31 +125,36 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
     out_dtype = jnp.dtype(out_dtype or q.dtype) if before is None else jnp.dtype(jnp.float32)
     kv_bytes = 4 * k.shape[1] * dim
     side = heads_side_by_side(q_heads, k.shape[2], kv_bytes, tiles.l2_bytes)
-    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, q.dtype, out_dtype, before is not None)
+    places = padded // tiles.row_tokens
+    adds = before is not None
+    items = batch * q_heads * places
+    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, items, places, q.dtype, out_dtype, adds)
     n, t = tiles.consumers, tiles
-    staged = jnp.dtype(q.dtype)
+    staged, bar = jnp.dtype(q.dtype), plgpu.Barrier
     results = [
         jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
         jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
     ]
-    onto = () if before is None else (before[1], jax.new_ref(before[0]))
+    onto = (before[1], jax.new_ref(before[0])) if adds else ()
     lse, *made = plgpu.kernel(
         kernel.body,
         out_type=results[:1] if onto else results,
         scratch_types={
-            "q_s": shared_tile((n, t.rows, dim), staged),
+            "q_s": shared_tile((2, n, t.rows, dim), staged),
             "k_s": shared_tile((t.stages, t.columns, dim), staged),
             "v_s": shared_tile((t.stages, t.columns, dim), staged),
             "lse_s": plgpu.SMEM((n, t.rows), jnp.float32),
-            "q_ready": plgpu.Barrier(num_barriers=n),
+            "item_s": plgpu.SMEM((2, 5), jnp.int32),
             "column_s": plgpu.SMEM((t.stages,), jnp.int32),
-            "k_ready": plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
-            "v_ready": plgpu.Barrier(num_barriers=t.stages),
-            "k_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
-            "v_free": plgpu.Barrier(num_arrivals=n, num_barriers=t.stages),
+            "q_ready": bar(num_arrivals=n + 1, num_barriers=2),
+            "q_free": bar(num_arrivals=n, num_barriers=2),
+            "k_ready": bar(num_arrivals=2, num_barriers=t.stages),
+            "v_ready": bar(num_barriers=t.stages),
+            "k_free": bar(num_arrivals=n, num_barriers=t.stages),
+            "v_free": bar(num_arrivals=n, num_barriers=t.stages),
         },
-        grid=(batch, q_heads // side, padded // tiles.row_tokens, side),
-        grid_names=("batch", "section", "place", "side"),
+        grid=(kernel.blocks,),
+        grid_names=("block",),
         num_threads=n + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -124,7 +162,7 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         ),
         kernel_name="hopper_forward",
     )(q, k, v, *onto, *policy.operands())
-    return onto[1][...] if onto else made[0], lse
+    return onto[1][...] if adds else made[0], lse
 
 
 def _named_barrier(instruction: str, following: int):
@@ -144,6 +182,35 @@ def _named_barrier(instruction: str, following: int):
     issue()
 
 
+def _times_rows(x, factor):
+    """x * factor by rows; a warp whose factors are all one leaves its rows alone."""
+
+    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
+    def multiply(_, x, factor):
+        one = mgpu_utils.c(1.0, factor.mlir_dtype)
+        i32 = ir.IntegerType.get_signless(32)
+        some = None
+        for f in factor.registers.flat:
+            differs = arith.cmpf(arith.CmpFPredicate.UNE, vector.extract(f, [], [0]), one)
+            some = differs if some is None else arith.ori(some, differs)
+        vote = "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p;}"
+        word = llvm.inline_asm(i32, [arith.extui(i32, some)], vote, "=r,r", has_side_effects=True)
+        branch = scf.IfOp(
+            arith.cmpi(arith.CmpIPredicate.ne, word, mgpu_utils.c(0, i32)), [r.type for r in x.registers.flat],
+            has_else=True,
+        )
+        with ir.InsertionPoint(branch.then_block):
+            product = x * factor.broadcast_in_dim(x.shape, (0,), x.layout)
+            scf.YieldOp(list(product.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.YieldOp(list(x.registers.flat))
+        out = np.empty_like(x.registers)
+        out.flat = list(branch.results)
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return multiply(x, factor)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """The kernel's body and what it closes over."""
@@ -155,9 +222,16 @@ class _Forward:
     q_heads: int
     dim: int
     side: int
+    items: int
+    places: int
     dtype: jnp.dtype
     out_dtype: jnp.dtype
     adds: bool
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+        return blocks_of(self.items, self.tiles)
 
     @property
     def unit(self) -> float:
@@ -165,50 +239,72 @@ class _Forward:
         return 1.0 if self.policy.changes_scores else self.scale
 
     def body(self, q_g, k_g, v_g, *refs, **scratch):
-        """One thread block: a row tile of one head."""
+        """One thread block: a few items, row tiles of one head each."""
         if self.adds:
             before_g, out_g, *mask_refs, lse_g = refs
         else:
             before_g, (*mask_refs, lse_g, out_g) = None, refs
         s = _Scratch(q_g, k_g, v_g, out_g, lse_g, before_g, **scratch)
-        q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
-        head = Head(lax.axis_index("batch"), q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads)))
-        tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
-        walk = self.policy.walk(mask_refs, head, tile)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, head, walk))
+        items = items_of_block(self.items, self.blocks)
+        pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, mask_refs, items))
 
         @pl.when(warpgroup < self.tiles.consumers)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
-            row0 = tile * self.tiles.row_tokens + warpgroup * self.tiles.rows
-            _Consumer(self, s, head, warpgroup, row0, walk).run(mask_refs)
+            _consume(self, s, mask_refs, warpgroup, items)
 
-    def _produce(self, s, head, walk):
-        """Fills the rings: keys one step ahead of values, since the values of a step are wanted one step later."""
+    def _item(self, mask_refs, number):
+        """Head and row tile of an item: heads side by side first, then heaviest tiles, sections, batch entries."""
+        number, side = split_number(number, self.side)
+        number, place = split_number(number, self.places)
+        batch, section = split_number(number, self.q_heads // self.side)
+        q_head = section * self.side + side
+        head = Head(batch, q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads)))
+        return head, self.policy.row_tile(mask_refs, head, place)
+
+    def _produce(self, s, mask_refs, items):
+        """Loads each item's queries, and its keys one step ahead of its values, which are wanted one step later."""
         plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
-        stages, total = self.tiles.stages, walk.total
+        t, stages = self.tiles, self.tiles.stages
 
-        def load(n, gmem, smem, ready, free):
-            slot, column = lax.rem(n, jnp.int32(stages)), walk.column(n)
-            pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            keys = pl.ds(column * self.tiles.columns, self.tiles.columns)
-            plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
-            return slot, column
+        def item(n, before):  # before: steps of the items before this one
+            head, tile = self._item(mask_refs, item_number(n, self.blocks))
+            walk = self.policy.walk(mask_refs, head, tile)
+            buffer = lax.rem(n, jnp.int32(2))
+            pl.when(n >= 2)(lambda: plgpu.barrier_wait(s.q_free.at[buffer]))
+            for field, value in enumerate((head.batch, head.q, tile, walk.partial, walk.total)):
+                s.item_s[buffer, field] = value
+            plgpu.barrier_arrive(s.q_ready.at[buffer])
+            for warpgroup in range(t.consumers):
+                rows = pl.ds(tile * t.row_tokens + warpgroup * t.rows, t.rows)
+                plgpu.copy_gmem_to_smem(
+                    s.q_g.at[head.batch, rows, head.q], s.q_s.at[buffer, warpgroup], s.q_ready.at[buffer]
+                )
 
-        def load_k(n):
-            slot, column = load(n, s.k_g, s.k_s, s.k_ready, s.k_free)
-            s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
-            plgpu.barrier_arrive(s.k_ready.at[slot])
+            def load(n, gmem, smem, ready, free):
+                slot, column = lax.rem(before + n, jnp.int32(stages)), walk.column(n)
+                pl.when(before + n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                keys = pl.ds(column * t.columns, t.columns)
+                plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
+                return slot, column
 
-        def load_v(n):
-            load(n, s.v_g, s.v_s, s.v_ready, s.v_free)
+            def load_k(n):
+                slot, column = load(n, s.k_g, s.k_s, s.k_ready, s.k_free)
+                s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
+                plgpu.barrier_arrive(s.k_ready.at[slot])
 
-        def step(n, _):
-            pl.when(n < total)(lambda: load_k(n))
-            pl.when(n > 0)(lambda: load_v(n - 1))
+            def load_v(n):
+                load(n, s.v_g, s.v_s, s.v_ready, s.v_free)
 
-        pl.when(total > 0)(lambda: lax.fori_loop(0, total + 1, step, None))
+            def step(n, _):
+                pl.when(n < walk.total)(lambda: load_k(n))
+                pl.when(n > 0)(lambda: load_v(n - 1))
+
+            pl.when(walk.total > 0)(lambda: lax.fori_loop(0, walk.total + 1, step, None))
+            return before + walk.total
+
+        total = lax.fori_loop(0, items, item, jnp.int32(0))
 
         def drain(n, _):  # nothing may be pending when the block ends
             slot = lax.rem(n, jnp.int32(stages))
@@ -216,6 +312,11 @@ class _Forward:
             plgpu.barrier_wait(s.v_free.at[slot])
 
         lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+
+        def drain_q(n, _):
+            plgpu.barrier_wait(s.q_free.at[lax.rem(n, jnp.int32(2))])
+
+        lax.fori_loop(jnp.maximum(items - 2, 0), items, drain_q, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,38 +333,69 @@ class _Scratch:
     k_s: jax.Ref
     v_s: jax.Ref
     lse_s: jax.Ref
+    item_s: jax.Ref
     column_s: jax.Ref
     q_ready: jax.Ref
+    q_free: jax.Ref
     k_ready: jax.Ref
     v_ready: jax.Ref
     k_free: jax.Ref
     v_free: jax.Ref
 
 
+def _consume(kernel: _Forward, s: _Scratch, mask_refs, warpgroup, items):
+    """One consumer warpgroup: all items of the block, one after the other."""
+    t = kernel.tiles
+
+    def item(n, before):
+        buffer = lax.rem(n, jnp.int32(2))
+        plgpu.barrier_wait(s.q_ready.at[buffer])
+        batch, q_head, tile, partial, total = (s.item_s[buffer, field] for field in range(5))
+        head = Head(batch, q_head, lax.div(q_head, jnp.int32(kernel.q_heads // kernel.kv_heads)))
+        row0 = tile * t.row_tokens + warpgroup * t.rows
+        _Consumer(kernel, s, head, warpgroup, row0, n, before, partial, total).run(mask_refs)
+        return before + total
+
+    lax.fori_loop(0, items, item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(s.q_free.at[lax.rem(items - 1, jnp.int32(2))])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup: online softmax over the column tiles of its rows."""
+    """One item of one consumer warpgroup: online softmax over the column tiles of its rows.
+
+    item: its number in the block; before: steps of the items before it; partial, total: its steps.
+    """
 
     kernel: _Forward
     s: _Scratch
     head: Head
     warpgroup: jax.Array
     row0: jax.Array
-    walk: Walk
+    item: jax.Array
+    before: jax.Array
+    partial: jax.Array
+    total: jax.Array
+    q: jax.Array | None = None
 
     @property
     def tiles(self) -> ForwardTiles:
         """The schedule."""
         return self.kernel.tiles
 
+    @property
+    def _q_s(self):
+        """This item's queries, and at its end its results."""
+        return self.s.q_s.at[lax.rem(self.item, jnp.int32(2)), self.warpgroup]
+
     def run(self, mask_refs):
-        """Loads q, runs the column tiles, writes out and lse."""
+        """Runs the column tiles, writes out and lse."""
         s, t, dim = self.s, self.tiles, self.kernel.dim
         rows = pl.ds(self.row0, t.rows)
-        q_s = s.q_s.at[self.warpgroup]
-        plgpu.copy_gmem_to_smem(s.q_g.at[self.head.batch, rows, self.head.q], q_s, s.q_ready.at[self.warpgroup])
         mask_rows = self.kernel.policy.load_rows(mask_refs, self.head, self.row0, t.rows)
-        plgpu.barrier_wait(s.q_ready.at[self.warpgroup])
+        if t.q_registers:
+            object.__setattr__(self, "q", plgpu.load(self._q_s, layout=TILE))
         steps = functools.partial(self._all_steps, mask_rows)
         acc, top, weight = pl.run_scoped(steps, plgpu.ACC((t.rows, dim), jnp.float32))
         some = weight > 0
@@ -276,16 +408,22 @@ class _Consumer:
             lse, old, new = self._weights(lse)
         s.lse_s[self.warpgroup] = lse
         if self.kernel.out_dtype.itemsize == 2:
-            s.q_s[self.warpgroup] = out.astype(self.kernel.out_dtype)
+            self._q_s[...] = out.astype(self.kernel.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.lse_s.at[self.warpgroup], s.lse_g.at[self.head.batch, self.head.q, rows])
         if self.kernel.out_dtype.itemsize == 2:
-            plgpu.copy_smem_to_gmem(q_s, s.out_g.at[self.head.batch, rows, self.head.q])
+            plgpu.copy_smem_to_gmem(self._q_s, s.out_g.at[self.head.batch, rows, self.head.q])
         elif self.kernel.adds:
-            pl.when(self.walk.total > 0)(lambda: self._add(out, old, new, rows))
+            pl.when(self.total > 0)(lambda: self._add(out, old, new, rows))
         else:
             s.out_g[self.head.batch, rows, self.head.q] = out
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _release_before(self):
+        """Hands the buffer of the item before back, once its results are read out of it."""
+        @pl.when(self.item > 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.s.q_free.at[lax.rem(self.item + 1, jnp.int32(2))])
 
     def _weights(self, lse):
         """lse of the earlier keys and these together, and what the earlier out and this one count in it."""
@@ -305,7 +443,7 @@ class _Consumer:
         out_g[...] = before * old + out * new
 
     def _all_steps(self, mask_rows, acc_ref):
-        t, total = self.tiles, self.walk.total
+        t, total = self.tiles, self.total
         row = functools.partial(jnp.full, (t.rows,))
         top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
         weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
@@ -313,9 +451,10 @@ class _Consumer:
         pl.when(self.warpgroup == t.consumers - 1)(self._pass_turn)
         first = functools.partial(self._first, mask_rows)
         carry = lax.cond(total > 0, first, lambda carry: carry, (top, weight, p))
+        self._release_before()
         masked, unmasked = (functools.partial(self._step, acc_ref, rows) for rows in (mask_rows, None))
-        carry = lax.fori_loop(1, self.walk.partial, masked, carry)
-        top, weight, p = lax.fori_loop(jnp.maximum(1, self.walk.partial), total, unmasked, carry)
+        carry = lax.fori_loop(1, self.partial, masked, carry)
+        top, weight, p = lax.fori_loop(jnp.maximum(1, self.partial), total, unmasked, carry)
         pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
 
         @pl.when(total > 0)
@@ -327,7 +466,7 @@ class _Consumer:
         return acc_ref[...], top, weight
 
     def _slot(self, n):
-        return lax.rem(n, jnp.int32(self.tiles.stages))
+        return lax.rem(self.before + n, jnp.int32(self.tiles.stages))
 
     def _take_turn(self):
         if self.tiles.turns:
@@ -338,7 +477,7 @@ class _Consumer:
             _named_barrier("bar.arrive", 1)
 
     def _logits(self, s_ref, n):
-        plgpu.wgmma(s_ref, self.s.q_s.at[self.warpgroup], self.s.k_s.at[self._slot(n)].transpose((1, 0)))
+        plgpu.wgmma(s_ref, self.q if self.tiles.q_registers else self._q_s, self.s.k_s.at[self._slot(n)].transpose((1, 0)))
 
     def _product(self, acc_ref, p, n):
         plgpu.barrier_wait(self.s.v_ready.at[self._slot(n)])
@@ -372,7 +511,10 @@ class _Consumer:
         top, weight, p, alpha = self._softmax(logits, n, top, weight, mask_rows)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.v_free.at[self._slot(n - 1)])
-        acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
+        if self.tiles.lazy is None:
+            acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
+        else:
+            acc_ref[...] = _times_rows(acc_ref[...], alpha)
         return top, weight, p.astype(self.kernel.dtype)
 
     def _softmax(self, logits, n, top, weight, mask_rows):
@@ -391,10 +533,14 @@ class _Consumer:
             logits = jnp.where(policy.seen(mask_rows, self.head, place), logits, -jnp.inf)
         plgpu.barrier_arrive(self.s.k_free.at[self._slot(n)])
         new_top = jnp.maximum(top, logits.max(axis=1))
+        if self.tiles.lazy:
+            new_top = jnp.where((new_top - top) * base > self.tiles.lazy, new_top, top)
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
         hidden = masked or policy.changes_scores
         reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if hidden else new_top
+        # The difference first: as a fused top * base - reference * base it is not 0 where top is as it was, and a weight
+        # that is 1 + 1e-7 at every step had lse off by 2e-5 after 512 of them.
+        alpha = jnp.exp2((top - reference) * base)
         reference = reference * base
-        alpha = jnp.exp2(top * base - reference)
         p = jnp.exp2(logits * base - lax.broadcast_in_dim(reference, logits.shape, [0]))
         return new_top, weight * alpha + p.sum(axis=1), p, alpha

@@ -1,12 +1,10 @@
 """What the Hopper kernels share on the host's side: operands, the contract's two passes, the hardware they need."""
 
 import dataclasses
-import heapq
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_impl.kernels import hopper_masks
 from jax_impl.kernels.base import Running
@@ -21,10 +19,8 @@ from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 
 HEAD_DIMS = (64, 128)
-PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a thread block of these kernels fills one
-MANY_BLOCKS = 4096  # with more key tiles than this the tail of a run is short whatever the mask
-FEW_HEADS = 4  # kv heads of all batch entries
-BLOCK_STEPS = 2.5  # what a block's start and end cost, in steps
+BUSY = 125  # key tiles in work that keep the 132 processors of an H100 or H200 busy, but for a few
+CACHE = 36 << 20  # of the 50 MB of L2 cache, what queries, douts and dq may take
 
 
 def capability(masks: tuple[str, ...], source: str) -> Capability:
@@ -67,41 +63,29 @@ class HopperOperands:
     tiles: Tiles = dataclasses.field(metadata={"static": True})
 
 
-def heads_split(problem: AttentionProblem, by_key: IntervalMask, tiles: BackwardTiles) -> int:
-    """Thread blocks among which the query heads of a key tile are divided, so that none outlasts all others.
+def heads_in_cache(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]:
+    """(kv heads side by side, parts of a group's query heads) of the key-major pass.
 
-    The least power of two after which list scheduling, heaviest first, ends within a twentieth of the best one's end.
-    Ranks share one program, so that of a shard's mask ("custom") must not depend on the intervals: two blocks where
-    few kv heads leave few blocks, of which the last can end at twice the mean (a head exchange, long documents).
+    Thread blocks that walk the same queries should meet them in the L2 cache: as few kv heads side by side as keep all
+    processors busy, and as many parts as it takes for the queries, douts and dq of the heads in work to fit there (and
+    for a block for every processor).
+    By shapes alone, so that ranks, which share one program, agree whatever their masks.
     """
-    group, copies = problem.group, problem.batch * problem.kv_heads
-    options = [n for n in (1, 2, 4, 8) if group % n == 0]
-    key_tiles = -(-problem.kv_len // tiles.row_tokens)
-    if problem.mask.name == "custom":
-        return 2 if 2 in options and copies < FEW_HEADS else 1
-    if len(options) == 1 or key_tiles * copies > MANY_BLOCKS:
-        return 1
-    runs = by_key.tile_runs(tiles.row_tokens, tiles.columns)
-    steps = np.sort(runs.full_count + 1.3 * runs.partial_count)[::-1]  # a partial tile costs an element test more
-    ends = [_list_schedule(np.repeat(steps * group / n + BLOCK_STEPS, n * copies)) for n in options]
-    return next(n for n, end in zip(options, ends, strict=True) if end <= 1.05 * min(ends))
+    tiles = -(-problem.kv_len // row_tokens)
+    heads = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0]
+    side = next((n for n in heads if n * tiles >= BUSY), problem.kv_heads)
+    fitting = max(1, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
+    parts = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    blocks = problem.batch * problem.kv_heads * tiles
+    enough = (n for n in parts if side * problem.group // n <= fitting and n * blocks >= BUSY)
+    return side, next(enough, problem.group)
 
 
-def _list_schedule(costs: np.ndarray) -> float:
-    """When the last of these blocks ends if each, in this order, goes to the processor that is free first."""
-    free = [0.0] * PROCESSORS
-    for cost in costs.tolist():
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
-
-
-def default_tiles(problem: AttentionProblem, by_key: IntervalMask) -> Tiles:
-    """The schedules that measured best for a head_dim (bench/results/NOTES.md), and the split of `heads_split`.
-
-    by_key: the transpose of the problem's mask.
-    """
-    backward = BackwardTiles(columns=128 if problem.head_dim == 64 else 64)
-    return Tiles(key_major=dataclasses.replace(backward, split=heads_split(problem, by_key, backward)))
+def default_tiles(problem: AttentionProblem) -> Tiles:
+    """The schedules that measured best (bench/results/NOTES.md)."""
+    tiles = BackwardTiles(columns=128 if problem.head_dim == 64 else 64)
+    side, split = heads_in_cache(problem, tiles.row_tokens)
+    return Tiles(key_major=dataclasses.replace(tiles, side=side, split=split))
 
 
 def build(query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool) -> HopperOperands:
@@ -129,7 +113,7 @@ def prepare_intervals(
     def maker(m: IntervalMask):
         return lambda rows, columns: hopper_masks.intervals(m, rows, columns, device)
 
-    return build(maker(mask), maker(by_key), tiles or default_tiles(problem, by_key), deterministic)
+    return build(maker(mask), maker(by_key), tiles or default_tiles(problem), deterministic)
 
 
 def _positive_scale(q, scale: float):

@@ -83,6 +83,7 @@ class Policy:
     row_tokens: int
     column_tokens: int
     changes_scores = False
+    one_walk = False  # whether all heads visit the same tiles
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Arrays that the kernel reads from device memory."""
@@ -146,6 +147,8 @@ class Band(Policy):
     n_columns: int = dataclasses.field(metadata={"static": True})
     row_tokens: int = dataclasses.field(metadata={"static": True})
     column_tokens: int = dataclasses.field(metadata={"static": True})
+
+    one_walk = True
 
     def _bounds(self, row):
         low = jnp.zeros_like(row) if self.low is None else jnp.clip(row + self.low, 0, self.n_columns)
@@ -215,6 +218,8 @@ class Intervals(Policy):
     order: jax.Array
     row_tokens: int = dataclasses.field(metadata={"static": True})
     column_tokens: int = dataclasses.field(metadata={"static": True})
+
+    one_walk = True
 
     def operands(self):
         return self.starts, self.ends, self.partial, self.full, self.order

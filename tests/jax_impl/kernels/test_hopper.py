@@ -171,17 +171,20 @@ def test_a_masks_predicate_is_the_mask(name, lengths):
     np.testing.assert_array_equal(found, mask.tile_runs(128, 64).classes())
 
 
-def test_heads_are_split_where_a_few_key_tiles_outlast_the_rest():
-    def split(mask, kv_heads=8):
-        return kernels.get("flashmask").prepare(AttentionProblem(mask, 1, 64, kv_heads)).tiles.key_major.split
+def test_heads_in_work_fit_the_cache_and_keep_all_processors_busy():
+    def shared(q_heads, kv_heads, tokens, batch=1):
+        problem = AttentionProblem(masks.causal(tokens, tokens), batch, q_heads, kv_heads, 128)
+        tiles = kernels.get("flashmask").prepare(problem).tiles.key_major
+        return tiles.side, tiles.split
 
-    shared = masks.shared_question(8192, 8192, [[1024] * 8])
-    assert split(shared) == 2 and split(masks.causal(8192, 8192)) == 1
-    assert split(shared, kv_heads=64) == 1  # one query head a kv head
-    assert split(masks.causal(8192, 8192), kv_heads=1) > 1  # 64 key tiles for 132 processors
-    shards = [m.restrict(np.arange(8192), np.arange(8192)) for m in (shared, masks.causal(8192, 8192))]
-    assert [split(m) for m in shards] == [1, 1]  # ranks share one program, whatever their intervals
-    assert [split(m, kv_heads=2) for m in shards] == [2, 2]
+    for q_heads, kv_heads, tokens in ((64, 8, 1024), (64, 8, 8192), (64, 8, 32768), (64, 64, 8192), (8, 1, 1024), (6, 2, 8192)):
+        side, split = shared(q_heads, kv_heads, tokens)
+        group, tiles = q_heads // kv_heads, tokens // 128
+        assert kv_heads % side == 0 and group % split == 0
+        assert side * group // split * tokens * 128 * 8 <= 40e6 or (side, split) in ((1, group), (2, 1))
+        assert side * tiles >= 120 or side == kv_heads
+        assert kv_heads * split * tiles >= 120 or split == group
+    assert shared(64, 8, 8192) == (2, 4) and shared(64, 8, 65536) == (1, 8)
 
 
 @pytest.mark.slow
