@@ -168,7 +168,8 @@ def section(rows: Sequence[Row]) -> str:
             "<h3>Predictions beside measurements</h3><p class='soft'>A replay times each rank's local work on one "
             "device; links are added as the job measured them, each collective by the times of its kind. The error is "
             f"predicted over measured, less one.</p>{page.table(SUMMARY, prediction_summary(found))}"
-            f"<details><summary>{len(found)} passes</summary>{page.table(PREDICTIONS, prediction_lines(found))}</details>")
+            f"<details><summary>{len(found)} passes</summary>"
+            f"{page.table(PREDICTIONS, prediction_lines(found))}</details>")
     head, lines = head_groups(rows)
     if lines:
         parts.append(f"<h3>Head groups: some heads travel while others compute</h3><p class='soft'>E forward / "
