@@ -5,11 +5,12 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import conformance
 from torch_impl import kernels
 from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, walks
+from torch_impl.kernels.fakes import compile_on_fakes
 from workload import masks
 from workload.block_masks import uniform_block
 from workload.errors import Unsupported
@@ -204,3 +205,26 @@ def test_what_is_compiled_ahead_is_what_runs(name, mask, monkeypatch):
         out, lse = kernel.forward(q, k, v, operands, problem.scale)
         kernel.backward(q, k, v, out, lse.float(), dout, operands, problem.scale)
     assert [x[3][:6] for x in asked] == [x[3][:6] for x in ahead] and asked == ahead
+
+
+@pytest.mark.parametrize("passes", [("forward",), ("forward", "backward")])
+def test_a_package_that_compiles_on_fakes_is_handed_nothing_else(passes):
+    seen = []
+
+    def prepare(problem, device):
+        seen.append("prepare")
+        return torch.as_tensor(problem.mask.starts, device=device)
+
+    def forward(q, k, v, operands, scale):
+        seen.append(("forward", q, k, v, operands))
+        return torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+
+    def backward(q, k, v, out, lse, dout, operands, scale):
+        seen.append(("backward", q, k, v, out, lse, dout, operands))
+
+    problem = AttentionProblem(masks.causal(24, 40), 2, 4, 2, 64, "bfloat16")
+    compile_on_fakes(prepare, forward, backward)(problem, torch.device("cuda", 0), passes)
+    calls = {name: tensors for name, *tensors in seen[1:]}
+    assert tuple(calls) == passes and seen[0] == "prepare"
+    assert all(isinstance(x, FakeTensor) and x.device == torch.device("cuda", 0) for x in sum(calls.values(), []))
+    assert calls["forward"][0].shape == problem.q_shape and calls["forward"][2].shape == problem.kv_shape
