@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -49,14 +50,23 @@ def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
     assert row["status"] == "error" and row["errors"]["torch:naive"]["out"] < 1e-6
 
 
-@pytest.mark.parametrize("flag, said", [
-    ("--contenders=torch:nonesuch", "--contenders: 'torch:nonesuch'"), ("--contenders=naive", "--contenders: 'naive'"),
-    ("--masks=causl", "--masks: 'causl'"), ("--seqlens=8Q", "--seqlens: '8Q'"), ("--heads=4:3", "--heads: '4:3'"),
-    ("--passes=both", "--passes: 'both'")])
-def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "bench.peers", f"--out={tmp_path / 'r.jsonl'}", flag],
+VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"], "heads": ["64:8"], "head_dim": 64,
+          "dtype": "bfloat16", "seed": 0}
+
+
+@pytest.mark.parametrize("flag, value, said", [
+    ("contenders", "torch:nonesuch", "--contenders: 'torch:nonesuch'"), ("contenders", "naive", "--contenders: 'naive'"),
+    ("masks", "causl", "--masks: 'causl'"), ("seqlens", "8Q", "--seqlens: '8Q'"), ("heads", "4:3", "--heads: '4:3'")])
+def test_bad_values_are_named(flag, value, said):
+    values = types.SimpleNamespace(**VALUES | {flag: [value]})
+    with pytest.raises(ValueError, match=said):
+        peers.contenders_of(values), peers.specs_of(values)
+
+
+def test_bad_values_end_the_run_before_it_begins(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "bench.peers", f"--out={tmp_path / 'r.jsonl'}", "--passes=both"],
                           capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and said in done.stderr and not (tmp_path / "r.jsonl").exists()
+    assert done.returncode == 2 and "--passes: 'both'" in done.stderr and not (tmp_path / "r.jsonl").exists()
 
 
 def test_both_stacks_meet_in_one_process(tmp_path):
