@@ -11,12 +11,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, scf, vector
+from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -46,7 +44,6 @@ class ForwardTiles:
     registers: tuple[int, int] = (240, 24)
     turns: bool = False
     l2_bytes: int = 24 << 20
-    lazy: float | None = None
     q_registers: bool = False
     items: int = 8
     processors: int = 132
@@ -90,7 +87,7 @@ def blocks_of(items: int, tiles) -> int:
 
 
 def item_number(n, blocks: int):
-    """The n-th item of a thread block. Items come heaviest first; to and fro, so that blocks have as much to do each."""
+    """The n-th item of a thread block. They come heaviest first; to and fro, so that blocks have as much to do each."""
     block, back = lax.axis_index("block"), lax.rem(jnp.int32(n), jnp.int32(2))
     return n * blocks + jnp.where(back == 1, blocks - 1 - block, block)
 
@@ -180,35 +177,6 @@ def _named_barrier(instruction: str, following: int):
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier], f"{instruction} $0, 256;", "r", has_side_effects=True)
 
     issue()
-
-
-def _times_rows(x, factor):
-    """x * factor by rows; a warp whose factors are all one leaves its rows alone."""
-
-    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
-    def multiply(_, x, factor):
-        one = mgpu_utils.c(1.0, factor.mlir_dtype)
-        i32 = ir.IntegerType.get_signless(32)
-        some = None
-        for f in factor.registers.flat:
-            differs = arith.cmpf(arith.CmpFPredicate.UNE, vector.extract(f, [], [0]), one)
-            some = differs if some is None else arith.ori(some, differs)
-        vote = "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p;}"
-        word = llvm.inline_asm(i32, [arith.extui(i32, some)], vote, "=r,r", has_side_effects=True)
-        branch = scf.IfOp(
-            arith.cmpi(arith.CmpIPredicate.ne, word, mgpu_utils.c(0, i32)), [r.type for r in x.registers.flat],
-            has_else=True,
-        )
-        with ir.InsertionPoint(branch.then_block):
-            product = x * factor.broadcast_in_dim(x.shape, (0,), x.layout)
-            scf.YieldOp(list(product.registers.flat))
-        with ir.InsertionPoint(branch.else_block):
-            scf.YieldOp(list(x.registers.flat))
-        out = np.empty_like(x.registers)
-        out.flat = list(branch.results)
-        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
-
-    return multiply(x, factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,7 +445,8 @@ class _Consumer:
             _named_barrier("bar.arrive", 1)
 
     def _logits(self, s_ref, n):
-        plgpu.wgmma(s_ref, self.q if self.tiles.q_registers else self._q_s, self.s.k_s.at[self._slot(n)].transpose((1, 0)))
+        q = self.q if self.tiles.q_registers else self._q_s
+        plgpu.wgmma(s_ref, q, self.s.k_s.at[self._slot(n)].transpose((1, 0)))
 
     def _product(self, acc_ref, p, n):
         plgpu.barrier_wait(self.s.v_ready.at[self._slot(n)])
@@ -511,10 +480,7 @@ class _Consumer:
         top, weight, p, alpha = self._softmax(logits, n, top, weight, mask_rows)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.v_free.at[self._slot(n - 1)])
-        if self.tiles.lazy is None:
-            acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
-        else:
-            acc_ref[...] = _times_rows(acc_ref[...], alpha)
+        acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
         return top, weight, p.astype(self.kernel.dtype)
 
     def _softmax(self, logits, n, top, weight, mask_rows):
@@ -533,13 +499,11 @@ class _Consumer:
             logits = jnp.where(policy.seen(mask_rows, self.head, place), logits, -jnp.inf)
         plgpu.barrier_arrive(self.s.k_free.at[self._slot(n)])
         new_top = jnp.maximum(top, logits.max(axis=1))
-        if self.tiles.lazy:
-            new_top = jnp.where((new_top - top) * base > self.tiles.lazy, new_top, top)
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
         hidden = masked or policy.changes_scores
         reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if hidden else new_top
-        # The difference first: as a fused top * base - reference * base it is not 0 where top is as it was, and a weight
-        # that is 1 + 1e-7 at every step had lse off by 2e-5 after 512 of them.
+        # The difference first: as a fused top * base - reference * base it is not 0 where top is as it was, and a
+        # weight that is 1 + 1e-7 at every step had lse off by 2e-5 after 512 of them.
         alpha = jnp.exp2((top - reference) * base)
         reference = reference * base
         p = jnp.exp2(logits * base - lax.broadcast_in_dim(reference, logits.shape, [0]))
