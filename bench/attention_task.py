@@ -14,15 +14,18 @@ import numpy as np
 from bench import cases
 from bench.passes import Inputs, passes_of
 from bench.timing import Protocol, Timing, measure
+from bench.workers import NothingRan
 from parity.compare import OF_PASS, errors, over_budget
 from parity.inputs import TENSORS, make_inputs
 from parity.reference import Reference, sample_of
 from workload.block_masks import BlockMask
+from workload.errors import Unsupported
 from workload.problem import FLOPS_FORMULA
 
 TILE = 128  # side of the tiles whose waste a row tells
 SETS_BYTES = 1 << 30  # further input sets are made while they stay below this
 SETS = 2
+FASTEST = 5e14  # FLOP/s of the fastest kernels
 LONG = 0.1  # a pass of so many seconds needs no warm-up after its first run, and does not feel the cache
 
 
@@ -103,7 +106,12 @@ def build(case: dict[str, Any]) -> None:
     stack, problem = stack_of(chosen.stack), _problem(chosen.spec)
     kernel = stack.kernel(chosen.kernel)
     kernel.require(problem, _passes(chosen.which))
-    stack.build(kernel, problem, _passes(chosen.which))
+    try:
+        stack.build(kernel, problem, _passes(chosen.which))
+    except (MemoryError, Unsupported):
+        raise
+    except Exception as fault:  # a compiler's: the first call may do better, and says its own if not
+        raise NothingRan(f"{type(fault).__name__}: {fault}") from fault
 
 
 @dataclasses.dataclass
@@ -253,9 +261,11 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
     chosen = cases.from_record(case)
     ready, stack = _build(chosen), stack_of(chosen.stack)
     ready.first, limits = None, Protocol(**protocol)
-    began = time.perf_counter()
-    stack.finish(ready.call(0))
-    estimate = time.perf_counter() - began
+    estimate = _problem(chosen.spec).flops(chosen.which) / FASTEST
+    if estimate <= LONG or not stack.on_gpu:  # else it has just run, and lasts as long as that
+        began = time.perf_counter()
+        stack.finish(ready.call(0))
+        estimate = time.perf_counter() - began
     if estimate > LONG and stack.on_gpu:
         limits = dataclasses.replace(limits, samples=min(2, limits.samples), least=1, warmups=0)
     sample = stack.sampler(ready.call, True, estimate)

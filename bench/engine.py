@@ -31,7 +31,7 @@ TASKS = "bench.attention_task"
 GPU_BACKENDS = ("gpu", "cuda")
 WHOLE_CELLS = 1 << 24  # logits of a head, 4K tokens, above which some rows and keys are judged: a bench has many rows
 KEEPS_MEMORY = ("jax",)  # its allocator takes memory of the device for good
-RENEWED_BYTES = 16 << 30
+RENEWED_BYTES = 6 << 30
 AGAIN_SECONDS = 1.0  # for a ceiling that a row is about to be rejected by
 
 
@@ -198,6 +198,7 @@ class Bench:
     ceilings: Ceilings
     turns: Turns
     options: Options
+    not_ahead: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
     def measure(self, case: Case, number: int, skip: Callable[[dict], dict | None]) -> dict[str, Any]:
         """One row: what became of a case in worker `number` of its stack.
@@ -234,7 +235,7 @@ class Bench:
         if skipped:
             return row | skipped
         with self.turns.together() if ask("tunes") else contextlib.nullcontext():
-            row |= self._built(ask)
+            row |= self._built(case, ask)
         order = (case.spec.seq_len, case.which != "forward")
         try:
             with self.turns.together():
@@ -251,16 +252,20 @@ class Bench:
             rated = with_rates(row, self.ceilings.peak(case.spec.dtype))
             return rated if rated["status"] == "ok" else with_rates(row, self.ceilings.again(case.spec.dtype))
 
-    @staticmethod
-    def _built(ask) -> dict[str, Any]:
-        """What compiling ahead adds to a row: nothing, or why it failed, for a first call compiles too."""
-        try:
-            ask("build")
-        except _Ended as ended:
-            if ended.fields["status"] != "error":
-                raise
-            return {"not_compiled_ahead": ended.fields["reason"]}
-        return {}
+    def _built(self, case, ask) -> dict[str, Any]:
+        """What compiling ahead adds to a row: nothing, or why it failed, for a first call compiles too.
+
+        A kernel that failed once is not tried again.
+        """
+        if (case.stack, case.kernel) not in self.not_ahead:
+            try:
+                ask("build")
+            except _Ended as ended:
+                if ended.fields["status"] != "error":
+                    raise
+                self.not_ahead[case.stack, case.kernel] = ended.fields["reason"]
+        reason = self.not_ahead.get((case.stack, case.kernel))
+        return {"not_compiled_ahead": reason} if reason else {}
 
     def _checked(self, case, ask) -> dict[str, Any]:
         """What the check adds to a row; raises `_Ended` where the case is wrong."""

@@ -8,7 +8,7 @@ import resource
 import sys
 import traceback
 
-from bench.workers import MEMORY_WORDS
+from bench.workers import MEMORY_WORDS, NothingRan
 from workload.errors import Unsupported
 
 
@@ -34,7 +34,8 @@ def answer(line: str) -> dict:
         return {"value": getattr(importlib.import_module(module), name)(**request["arguments"])}
     except Exception as problem:  # whatever a kernel raises is a row, and the traceback is in the worker's log
         traceback.print_exc()
-        clean = isinstance(problem, Unsupported | MemoryError) or type(problem).__name__ == "OutOfMemoryError"
+        harmless = isinstance(problem, Unsupported | MemoryError | NothingRan)
+        clean = harmless or type(problem).__name__ == "OutOfMemoryError"
         return {"failure": failure_of(problem), "clean": clean}
 
 

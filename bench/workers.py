@@ -27,6 +27,10 @@ ENVIRONMENT = {
 }
 
 
+class NothingRan(RuntimeError):
+    """A failure of work that never reached a device: the worker goes on as it was."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why no answer came: a status of `bench.records.STATUSES` and its reason."""

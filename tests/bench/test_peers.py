@@ -55,7 +55,8 @@ VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"],
 
 
 @pytest.mark.parametrize("flag, value, said", [
-    ("contenders", "torch:nonesuch", "--contenders: 'torch:nonesuch'"), ("contenders", "naive", "--contenders: 'naive'"),
+    ("contenders", "torch:nonesuch", "--contenders: 'torch:nonesuch'"),
+    ("contenders", "naive", "--contenders: 'naive'"),
     ("masks", "causl", "--masks: 'causl'"), ("seqlens", "8Q", "--seqlens: '8Q'"), ("heads", "4:3", "--heads: '4:3'")])
 def test_bad_values_are_named(flag, value, said):
     values = types.SimpleNamespace(**VALUES | {flag: [value]})
