@@ -16,7 +16,7 @@ FLOPS_FORMULA = {
 }
 
 
-def check_operands(kinds: tuple[type, ...], **operands: Any) -> None:
+def check_operands(kinds: tuple[type[Any], ...], **operands: Any) -> None:
     """Refuses what is no tensor of a stack: TypeError, or ValueError where it is not [batch, seq, heads, head_dim].
 
     Args:
