@@ -57,18 +57,21 @@ class Ready(worker.Ready):
         self.kernel = plan.program.kernel
         self.q, self.k, self.v, self.dout = tensors
         self.saved: Any = None
-        self.calls = {"forward": lambda: programs["forward"](plan, self.q, self.k, self.v),
-                      "backward": lambda: programs["backward"](plan, self.saved, self.dout)}
+
+    def run(self, which: str) -> Any:
+        program = self.programs[which]
+        return program(self.plan, self.q, self.k, self.v) if which == "forward" else \
+            program(self.plan, self.saved, self.dout)
 
     def begin(self) -> None:
-        (out, _), kept = jax.block_until_ready(self.calls["forward"]())
+        (out, _), kept = jax.block_until_ready(self.run("forward"))
         given = self.q, self.k, self.v, out
         leaves = [given[n] if x is None else x for n, x in enumerate(kept)]
         self.saved = jax.tree.unflatten(self.programs["saved"], leaves)
 
     def results(self) -> dict[str, jax.Array]:
-        (out, _), _ = self.calls["forward"]()
-        return jax.block_until_ready(dict(zip(worker.RESULTS, (out, *self.calls["backward"]()), strict=True)))
+        (out, _), _ = self.run("forward")
+        return jax.block_until_ready(dict(zip(worker.RESULTS, (out, *self.run("backward")), strict=True)))
 
     def same(self, a, b) -> bool:
         return all(np.array_equal(_here(a[name]), _here(b[name])) for name in a)
@@ -81,15 +84,16 @@ class Ready(worker.Ready):
         return self.programs["moved"][which]
 
     def peak(self) -> int:
-        return max(self.job.stack.peak_bytes(self.calls[which], self.programs[which]) or 0 for which in PASSES)
+        return max(self.job.stack.peak_bytes(functools.partial(self.run, which), self.programs[which]) or 0
+                   for which in PASSES)
 
     def traced(self, which: str) -> dict[str, Any]:
-        jax.block_until_ready(self.calls[which]())
+        jax.block_until_ready(self.run(which))
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options):
-                self.job.seconds(self.calls[which], worker.TRACED_CALLS)
+                self.job.seconds(functools.partial(self.run, which), worker.TRACED_CALLS)
             return json.loads(gzip.open(next(Path(folder).rglob("*.trace.json.gz"))).read())
 
     def steps(self, which: str, protocol: Protocol) -> list[float]:

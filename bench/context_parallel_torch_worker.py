@@ -40,17 +40,18 @@ class Ready(worker.Ready):
         self.kernel, self.groups = plan.local.kernel, plan.local.groups
         self.q, self.k, self.v, self.dout = tensors
         self.saved: Any = None
-        self.calls = {"forward": self._forward, "backward": lambda: backward(plan, self.saved, self.dout)}
-
-    def _forward(self):
-        return forward(self.plan, self.q, self.k, self.v)
 
     def begin(self) -> None:
-        self.saved = self._forward()[1]
+        self.saved = self.run("forward")[1]
+
+    def run(self, which: str) -> Any:
+        if which == "forward":
+            return forward(self.plan, self.q, self.k, self.v)
+        return backward(self.plan, self.saved, self.dout)
 
     def results(self) -> dict[str, torch.Tensor]:
-        (out, _), _ = self._forward()
-        found = dict(zip(worker.RESULTS, (out, *self.calls["backward"]()), strict=True))
+        (out, _), _ = self.run("forward")
+        found = dict(zip(worker.RESULTS, (out, *self.run("backward")), strict=True))
         self.job.stack.finish()
         return found
 
@@ -63,13 +64,13 @@ class Ready(worker.Ready):
     def moved(self, which: str) -> dict[str, int]:
         mesh = self.plan.local.mesh
         mesh.forget()
-        self.calls[which]()
+        self.run(which)
         return mesh.bytes
 
     def peak(self) -> int:
         def both():
-            self._forward()
-            self.calls["backward"]()
+            self.run("forward")
+            self.run("backward")
         return self.job.stack.peak_bytes(both, both)
 
     def traced(self, which: str) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Ready(worker.Ready):
         with tempfile.TemporaryDirectory() as folder:
             with profile(activities=kinds) as seen:
                 for _ in range(worker.TRACED_CALLS):
-                    self.calls[which]()
+                    self.run(which)
                 self.job.stack.finish()
             seen.export_chrome_trace(f"{folder}/trace.json")
             return json.loads(Path(folder, "trace.json").read_text())

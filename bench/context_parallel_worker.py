@@ -91,19 +91,23 @@ class Agreed(RuntimeError):
 
 
 class Ready(abc.ABC):
-    """A case on this rank, its tensors placed and its passes to be called.
+    """A case on this rank, its tensors placed and its passes to be run.
+
+    It holds nothing that holds it, so that its memory is free with its last reference, before the next case.
 
     Attributes:
       kernel: the local kernel's name.
-      calls: by pass, what runs it; `begin` comes first.
     """
 
     kernel: str
-    calls: dict[str, Callable[[], Any]]
 
     @abc.abstractmethod
     def begin(self) -> None:
         """Runs the forward pass, whose results the backward pass reads."""
+
+    @abc.abstractmethod
+    def run(self, which: str) -> Any:
+        """Runs a pass, after `begin`; all ranks call it."""
 
     @abc.abstractmethod
     def results(self) -> dict[str, Any]:
@@ -329,7 +333,7 @@ def clock(job: Job, case: Case, schedule: Schedule) -> dict[str, Any]:
     found: dict[str, Any] = {"timer": job.timer, "cache": "as it is", "seconds": {}, "skew": {}, "rate": {},
                              "efficiency": {}, "single_seconds": {}} | count(job, ready, schedule)
     for which in PASSES:
-        by_rank = job.samples(None if ready is None else ready.calls[which], protocol)
+        by_rank = job.samples(None if ready is None else functools.partial(ready.run, which), protocol)
         slowest = [max(x) for x in zip(*by_rank, strict=True)]
         middle = statistics.median(slowest)
         found["seconds"][which] = {"samples": slowest, "median": middle, "min": min(slowest), "max": max(slowest)}
