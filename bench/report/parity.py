@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.report import aggregate, page, tables
+from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
 Row = dict[str, Any]
@@ -18,14 +19,18 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 
 def section(rows: Sequence[Row]) -> str:
     """HTML; empty where there is no row."""
+    return _agreement(rows) + _names(aggregate.entries(rows))
+
+
+def _agreement(rows: Sequence[Row]) -> str:
     found = rows_of(rows)
     if not found:
         return ""
     ran = [row for row in found if row["status"] != "unsupported"]
-    body = [_line(row) for row in found]
-    bad = [line for line, row in zip(body, found) if row in ran and row["status"] != "ok"]
+    body = [_line(row) for row in ran]
+    bad = [line for line, row in zip(body, ran) if row["status"] != "ok"]
     note = (
-        f"<p>{sum(row['status'] == 'ok' for row in ran)} of {len(found)} cells pass, {len(found) - len(ran)} are "
+        f"<p>{sum(row['status'] == 'ok' for row in ran)} of {len(ran)} cells pass; {len(found) - len(ran)} more are "
         "refused by one stack or both. Both stacks read the same bits; each is held to float64 attention, then to the "
         "other. A cell of the matrix is the worst error of all shapes, passes and results (out, lse, dq, dk, dv) as a "
         "share of its budget: 1 is the limit. The budget is a small multiple of what a naive run in that dtype loses "
@@ -81,3 +86,30 @@ def _throughput(ran: Sequence[Row]) -> str:
             "Under one name stand different programs: ours, or a library's.</p>")
     head = ["kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX ms", "PyTorch ms", "JAX / PyTorch"]
     return note + page.table(head, body)
+
+
+def _names(found: Sequence[aggregate.Entry]) -> str:
+    """Rates of JAX over PyTorch under one kernel name, at the length with most names and masks that both have timed."""
+    pairs: dict[tuple, dict[tuple[str, str, str], float]] = {}
+    rates = {(e.setting[1:], e.kernel, e.mask, e.which, e.stack): e.rate for e in found if e.rate}
+    for (setting, kernel, mask, which, stack), rate in rates.items():
+        other = rates.get((setting, kernel, mask, which, "torch"))
+        if stack == "jax" and other:
+            pairs.setdefault(setting, {})[kernel, mask, which] = rate / other
+    if not pairs:
+        return ""
+    setting = max(pairs, key=lambda s: (len(pairs[s]), s[0]))
+    length, shape, dtype = setting
+    here = pairs[setting]
+    masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask, _ in here)]
+    body = [[kernel, *(_both(here, kernel, mask) for mask in masks)] for kernel in dict.fromkeys(k for k, *_ in here)]
+    return (
+        f"<h3>Rates of JAX over PyTorch, by kernel name: {length:,} tokens, {page.esc(shape)}, {page.esc(dtype)}</h3>"
+        "<p class='soft'>Forward / backward; above 1 JAX is faster. From the rates above, each stack in a run of its "
+        "own. Under one name stand different programs: ours, or a library's.</p>"
+        + page.table(["kernel", *(m.replace("_", "_|") for m in masks)], body))
+
+
+def _both(here: dict[tuple[str, str, str], float], kernel: str, mask: str) -> str:
+    told = [here.get((kernel, mask, which)) for which in PASSES]
+    return " / ".join("–" if x is None else f"{x:.2f}" for x in told) if any(told) else ""
