@@ -45,10 +45,16 @@ def _size(size: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A pass of a case on real ranks and what the replay of the same case predicts; seconds."""
+    """A pass of a case on real ranks and what is predicted for it; seconds.
+
+    Attributes:
+      source: where the local work of the prediction is from: "replay", measured on one device, or "tiles", counted.
+      compute: the local work.
+    """
 
     row: Row
     which: str
+    source: str
     measured: float
     predicted: float
     compute: float
@@ -60,22 +66,28 @@ class Comparison:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:
-    """Every timed pass that has a replay, whose local work is played with the links that the job itself measured."""
-    replays = {row["key"]: row for row in rows if row["kind"] == "replay" and row["status"] == "ok"}
+    """Every timed pass that has a replay, or an estimate from tiles; links are those that the job itself measured.
+
+    An estimate is scaled so that one device's time is the one that was measured beside the ranks' (T1).
+    """
+    played = {(row["kind"], row["key"]): row for row in rows
+              if row["kind"] in ("replay", "replay_estimate") and row["status"] == "ok"}
     measured = {(row["case"]["stack"], row["case"]["world"]): links_of(row["links"], row["case"]["world"])
                 for row in rows if row["kind"] == "links" and row["status"] == "ok"}
     found = []
     for row in sorted(real(rows), key=_order):
-        replay, case = replays.get(row["key"]), row["case"]
-        if replay is None:
+        replay = played.get(("replay", row["key"]))
+        guess = replay or played.get(("replay_estimate", row["key"]))
+        links = measured.get((row["case"]["stack"], row["case"]["world"]))
+        if guess is None or links is None:
             continue
-        known = measured.get((case["stack"], case["world"]))
+        signature = from_record(row["case"]).schedule().signature
         for which in PASSES:
-            guess = replay[which]["predicted"]
-            if known is not None:
-                signature = from_record(case).schedule().signature
-                guess = predict(signature, which, replay[which]["slowest"], known).total
-            found.append(Comparison(row, which, row["seconds"][which]["median"], guess, replay[which]["compute"]))
+            scale = 1.0 if replay else row["single_seconds"][which] / guess["one_device"][which]["seconds"]
+            local = [scale * seconds for seconds in guess[which]["slowest"]]
+            predicted = predict(signature, which, local, links)
+            found.append(Comparison(row, which, "replay" if replay else "tiles", row["seconds"][which]["median"],
+                                    predicted.total, predicted.compute))
     return found
 
 
@@ -84,18 +96,19 @@ def _order(row: Row):
     return case["stack"], SCHEMES.index(case["scheme"]), case["spec"]["mask"], case["sharding"], case["head_groups"]
 
 
-SUMMARY = ("stack", "scheme", "pass", "cases", "median error", "worst error", "worst at")
+SUMMARY = ("stack", "scheme", "pass", "local work from", "cases", "median error", "worst error", "worst at")
 
 
 def prediction_summary(found: Sequence[Comparison]) -> list[list[str]]:
     """One line a stack, scheme and pass, in `SUMMARY`'s columns; the error is predicted over measured, less one."""
-    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    groups: dict[tuple[str, ...], list[Comparison]] = {}
     for each in found:
-        groups.setdefault((each.row["case"]["stack"], each.row["case"]["scheme"], each.which), []).append(each)
+        key = each.row["case"]["stack"], each.row["case"]["scheme"], each.which, each.source
+        groups.setdefault(key, []).append(each)
     lines = []
-    for (stack, scheme, which), members in groups.items():
+    for key, members in groups.items():
         worst = max(members, key=lambda c: abs(c.error))
-        lines.append([stack, scheme, which, str(len(members)), f"{statistics.median(c.error for c in members):+.0%}",
+        lines.append([*key, str(len(members)), f"{statistics.median(c.error for c in members):+.0%}",
                       f"{worst.error:+.0%}", f"{worst.row['case']['spec']['mask']}, {worst.row['case']['sharding']}"])
     return lines
 
@@ -165,9 +178,10 @@ def section(rows: Sequence[Row]) -> str:
     found = comparisons(rows)
     if found:
         parts.append(
-            "<h3>Predictions beside measurements</h3><p class='soft'>A replay times each rank's local work on one "
-            "device; links are added as the job measured them, each collective by the times of its kind. The error is "
-            f"predicted over measured, less one.</p>{page.table(SUMMARY, prediction_summary(found))}"
+            "<h3>Predictions beside measurements</h3><p class='soft'>Each rank's local work is from a replay on one "
+            "device, or counted in tiles and scaled so that one device's time is the measured one; links are added as "
+            "the job measured them, each collective by the times of its kind. The error is predicted over measured, "
+            f"less one.</p>{page.table(SUMMARY, prediction_summary(found))}"
             f"<details><summary>{len(found)} passes</summary>"
             f"{page.table(PREDICTIONS, prediction_lines(found))}</details>")
     head, lines = head_groups(rows)

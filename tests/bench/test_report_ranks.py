@@ -20,34 +20,38 @@ def real(scheme="ring", groups=1, forward=2.0, backward=5.0, efficiency=0.8, **m
 
 def replay(scheme="ring", **passes):
     row = real(scheme)
-    return {**row, "kind": "replay", **{name: {"predicted": p, "compute": c, "slowest": [c], "exposed_links": p - c}
+    return {**row, "kind": "replay", **{name: {"predicted": p, "compute": c, "slowest": [c, c], "exposed_links": p - c}
                                         for name, (p, c) in passes.items()},
             "efficiency": {"predicted": {"both": 1.0, "forward": 1.0, "backward": 1.0}}, **row["schedule"]}
 
 
+HOPS = [{"operand_bytes": 4096, "seconds": 0.25, "bandwidth": 1e9},
+        {"operand_bytes": 8192, "seconds": 1.0, "bandwidth": 8192.0}]
+LINKS = {"key": "links/torch/w2", "kind": "links", "case": {"stack": "torch", "world": 2}, "status": "ok", "reason": "",
+         "links": {"permute": HOPS}}
+
+
 def test_predictions_stand_beside_measurements():
-    rows = [real(), real("usp"), replay(forward=(1.0, 0.75), backward=(5.5, 5.0))]
+    """k and v of a hop are the largest message measured, one after the other: 2 s, then the second step's work."""
+    rows = [real(), real("usp"), replay(forward=(1.0, 0.5), backward=(5.5, 0.5)), LINKS]
     found = ranks.comparisons(rows)
-    assert [(c.which, c.measured, c.predicted) for c in found] == [("forward", 2.0, 1.0), ("backward", 5.0, 5.5)]
-    assert found[0].error == pytest.approx(-0.5)
-    assert ranks.prediction_summary(found)[0] == ["torch", "ring", "forward", "1", "-50%", "-50%", "causal, zigzag"]
-    assert ranks.prediction_lines(found)[1] == ["torch", "ring", "causal", "zigzag", "backward", "5000.000", "5500.000",
-                                                "5000.000", "+10%"]
+    assert [(c.which, c.source, c.measured, c.compute) for c in found] == [
+        ("forward", "replay", 2.0, 1.0), ("backward", "replay", 5.0, 1.0)]
+    assert found[0].predicted == pytest.approx(2.5) and found[0].error == pytest.approx(0.25)
+    assert ranks.prediction_summary(found)[0] == [
+        "torch", "ring", "forward", "replay", "1", "+25%", "+25%", "causal, zigzag"]
+    assert ranks.prediction_lines(found)[0][4:] == ["forward", "2000.000", "2500.000", "1000.000", "+25%"]
+    assert ranks.comparisons(rows[:3]) == []  # without measured links there is nothing to add
+    assert len(records.latest(rows)) == 4
 
 
-def test_measured_links_replace_those_of_the_replay():
-    hops = [{"operand_bytes": 4096, "seconds": 0.25, "bandwidth": 1e9}, {"operand_bytes": 8192, "seconds": 1.0,
-                                                                        "bandwidth": 8192.0}]
-    links = {"key": "links/torch/w2", "kind": "links", "case": {"stack": "torch", "world": 2}, "status": "ok",
-             "reason": "", "links": {"permute": hops}}
-    rows = [real(), replay(forward=(1.0, 0.75), backward=(5.5, 5.0)), links]
-    signature = cp.Case("torch", "ring", SPEC, 2).schedule().signature
-    for row in rows[1:2]:
-        for which in ("forward", "backward"):
-            row[which]["slowest"] = [0.5] * len(signature.steps)
-    assert signature.collectives("forward")[0].operand_bytes == 8192  # k, then v: the largest hop measured
-    assert ranks.comparisons(rows)[0].predicted == pytest.approx(2 * 1.0 + 0.5)
-    assert len(records.latest(rows)) == 3
+def test_counted_tiles_are_scaled_to_the_measured_device():
+    """T1 is 3 s in the row and 1.5 s in the estimate: its steps take twice as long."""
+    guess = replay(forward=(1.0, 0.5), backward=(5.5, 0.5)) | {
+        "kind": "replay_estimate", "one_device": dict.fromkeys(("forward", "backward"), {"seconds": 1.5})}
+    found = ranks.comparisons([real(), guess, LINKS])
+    assert found[0].source == "tiles" and found[0].compute == pytest.approx(2.0)
+    assert found[0].predicted == pytest.approx(3.0)
 
 
 def test_head_groups_of_one_case_share_a_line():
