@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from workload.schedule import Schedule
 
 BATCH_SECONDS = 0.002  # calls are timed in batches about this long
 BATCHES = 64
-LONG_SECONDS, LONGEST_SECONDS = 0.02, 0.1  # calls this long are timed alone: three times, twice
+LONG_SECONDS, LONGEST_SECONDS = 0.02, 0.1  # calls this long are timed alone: four times, twice
 WARM_TOKENS = 512  # of the problem that a stack's compilers are called with before anything is timed
 NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
@@ -328,7 +327,7 @@ class _Programs:
         out, lse = self._forward(q, k, v, operands)
         calls = (functools.partial(self._forward, q, k, v, operands),
                  functools.partial(self._backward, q, k, v, out, lse, dout, operands))
-        return _seconds(self.stack, calls[0], protocol), _seconds(self.stack, calls[1], protocol)
+        return seconds_of(self.stack, calls[0], protocol), seconds_of(self.stack, calls[1], protocol)
 
     def seconds_once(self, operands, protocol: Protocol) -> list[float]:
         """Nothing besides."""
@@ -398,11 +397,11 @@ class _Walked:
         part = self._first(q, k, v, operands)
         saved = self._saved(part)
         if not later:
-            return (_seconds(self.stack, lambda: self._first(q, k, v, operands), protocol),
-                    _seconds(self.stack, lambda: self._first_back(*saved, operands), protocol))
+            return (seconds_of(self.stack, lambda: self._first(q, k, v, operands), protocol),
+                    seconds_of(self.stack, lambda: self._first_back(*saved, operands), protocol))
         forward = _Chain(lambda part: self._later(part, q, k, v, operands), part)
         backward = _Chain(lambda made: self._later_back(made, *saved, operands), self._first_back(*saved, operands))
-        return _seconds(self.stack, forward, protocol), _seconds(self.stack, backward, protocol)
+        return seconds_of(self.stack, forward, protocol), seconds_of(self.stack, backward, protocol)
 
     def seconds_once(self, operands, protocol: Protocol) -> list[float]:
         """Of what ends the forward pass, and of what begins and ends the backward pass."""
@@ -411,7 +410,7 @@ class _Walked:
         saved = self._saved(part)
         total, *_ = self._first_back(*saved, operands)
         calls = (lambda: self._end(part, q), lambda: self._row_sums(saved[3], dout), lambda: self._end_back(total, q))
-        end, begin_back, end_back = (_seconds(self.stack, call, protocol) for call in calls)
+        end, begin_back, end_back = (seconds_of(self.stack, call, protocol) for call in calls)
         return [end, begin_back + end_back]
 
 
@@ -432,10 +431,11 @@ def _shapes(stack, problem: AttentionProblem):
     return q, k, stack.shape((problem.batch, problem.q_heads, problem.q_len), "float32")
 
 
-def _seconds(stack, call, protocol: Protocol) -> float:
-    """Median seconds of a call: what a batch twice as long takes longer, so that launch and wait cancel.
+def seconds_of(stack, call, protocol: Protocol) -> float:
+    """Seconds of a call: what a batch twice as long takes longer at its fastest, so that launch and wait cancel.
 
-    Of a long call the best of three, the first one included; of a very long one the better of two.
+    The fastest of several, since some batches wait: an allocator that grows, once more calls are in flight than ever
+    before, holds the device up for tens of milliseconds. Of a long call the best of four; of a very long one of two.
     """
     def batch(count: int) -> float:
         began = time.perf_counter()
@@ -444,14 +444,17 @@ def _seconds(stack, call, protocol: Protocol) -> float:
         stack.finish(result)
         return time.perf_counter() - began
 
-    first = batch(1)
-    once = min(first, batch(1))
+    once = min(batch(1), batch(1))
+    if once > LONGEST_SECONDS:
+        return once
+    once = min(once, batch(1), batch(1))
     if once > LONG_SECONDS:
-        return once if once > LONGEST_SECONDS else min(once, batch(1))
+        return once
     count = max(1, min(BATCHES, round(BATCH_SECONDS / max(1e-6, once))))
-    began, taken = time.perf_counter(), []
-    while len(taken) < protocol.least or (
-            len(taken) < protocol.samples and time.perf_counter() - began < protocol.seconds):
-        short = batch(count) if stack.on_gpu else 0.0
-        taken.append((batch(2 * count) - short) / (count if stack.on_gpu else 2 * count))
-    return statistics.median(taken)
+    batch(2 * count)
+    began, short, long = time.perf_counter(), [], []
+    while len(long) < protocol.least or (
+            len(long) < protocol.samples and time.perf_counter() - began < protocol.seconds):
+        short.append(batch(count))
+        long.append(batch(2 * count))
+    return (min(long) - min(short)) / count if stack.on_gpu else min(long) / (2 * count)
