@@ -70,13 +70,35 @@ def transposed(lists: TileLists, *, column_tiles: int, longest: int | None = Non
 
 def _transposed_head(full, counts, indices, *, column_tiles: int, longest: int | None):
     """full, counts [column tiles] and indices [column tiles, longest] of one head's lists."""
+    tiles = indices.shape[0]
+    return _ranked(_picture(full, counts, indices, column_tiles).T, tiles if longest is None else longest)
+
+
+@functools.partial(jax.jit, static_argnames=("column_tiles",))
+def paired(lists: TileLists, *, column_tiles: int) -> tuple[TileLists, TileLists]:
+    """Lists of an even number of row tiles as (what both tiles of a pair walk, what each of them walks alone).
+
+    Args:
+      column_tiles: how many there are.
+    """
+    def head(full, counts, indices):
+        both = _picture(full, counts, indices, column_tiles).reshape(-1, 2, column_tiles)
+        shared = both.min(axis=1)  # partial where either is
+        alone = jnp.where(shared[:, None] > 0, 0, both).reshape(-1, column_tiles)
+        return _ranked(shared, column_tiles), _ranked(alone, column_tiles)
+
+    shared, alone = jax.lax.map(lambda x: head(*x), (lists.full, lists.counts, lists.indices))
+    return TileLists(*shared), TileLists(*alone)
+
+
+def _picture(full, counts, indices, column_tiles: int):
+    """0 (empty), 1 (partial) and 2 (full), int8 [row tiles, column tiles], of one head's lists."""
     tiles, slots = indices.shape
     row, slot = jnp.indices((tiles, slots), dtype=jnp.int32)
     # What is not listed goes to one column tile too many, which is cut off.
     column = jnp.where(slot < counts[:, None], indices, column_tiles)
     seen = 1 + (slot < full[:, None]).astype(jnp.int8)
-    picture = jnp.zeros((column_tiles + 1, tiles), jnp.int8).at[column, row].set(seen)
-    return _ranked(picture[:-1], tiles if longest is None else longest)
+    return jnp.zeros((tiles, column_tiles + 1), jnp.int8).at[row, column].set(seen)[:, :-1]
 
 
 def _ranked(picture, longest: int):

@@ -8,6 +8,10 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels import hopper_kernel
 from jax_impl.kernels.base import Kernel
@@ -16,10 +20,63 @@ from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_lists import Lists, both_ways, pieces
-from jax_impl.kernels.hopper_sparse import WIDE, ListPolicy, default_schedules
+from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
+from jax_impl.kernels.hopper_sparse import NARROW, WIDE
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
+from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.capability import HALF, Capability
 from workload.problem import PASSES, AttentionProblem
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListPolicy(Policy):
+    """Lists as the policy of the Hopper kernels that take one, where tokens stay where they are.
+
+    Attributes:
+      lists: the pieces are the column tiles.
+      q_heads: query heads, static.
+      tested: whether every tile takes the element test, full ones too, static.
+    """
+
+    lists: Lists
+    q_heads: int = dataclasses.field(metadata={"static": True})
+    tested: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def row_tokens(self) -> int:
+        """Rows of a tile."""
+        return self.lists.rows
+
+    @property
+    def column_tokens(self) -> int:
+        """Columns of a tile."""
+        return self.lists.piece
+
+    def operands(self):
+        return self.lists.operands()
+
+    def _mask_head(self, head):
+        return lax.div(head.q * self.lists.heads, jnp.int32(self.q_heads))
+
+    def row_tile(self, refs, head, place):
+        return row_tile(list_refs(refs), self._mask_head(head), place)
+
+    def walk(self, refs, head, tile):
+        r, h = list_refs(refs), self._mask_head(head)
+        total = r.counts[h, tile]
+        full = jnp.int32(0) if self.tested else r.full[h, tile]
+        partial = total - full
+        return Walk(partial, total, lambda n: r.indices[h, tile, jnp.where(n < partial, full + n, n - partial)])
+
+    def load_rows(self, refs, head, row0, rows: int):
+        bound = list_refs(refs).bound.at[self._mask_head(head), pl.ds(row0, rows)]
+        return plgpu.load(bound, layout=ROW, optimized=False)
+
+    def seen(self, state, head, place):
+        if self.lists.by_key:
+            return place.index(1) >= place.by_row(state)
+        return place.index(1) < place.by_row(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +108,7 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
       predicate: a mask_mod and a score_mod (see `flex`) besides the mask; a mask_mod is asked in every listed tile.
     """
     mask, used = problem.mask, predicate or Predicate()
-    columns = default_schedules(problem.head_dim, True).wide.columns
+    columns = NARROW if problem.head_dim == 128 else WIDE
     side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))
 

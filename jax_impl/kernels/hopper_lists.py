@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.kernels.block_lists import TileLists, transposed
+from jax_impl.kernels.block_lists import TileLists, paired, transposed
 from workload.block_masks import BlockMask
 
 NEVER = np.int32(2**30)  # a row bound past every token
@@ -187,6 +187,16 @@ def both_ways(cut: Pieces, device=None) -> tuple[Lists, Lists]:
     low = put(_by_row(bounds[1], cut.kv_tile, first_query.astype(np.int32)))
     return (_lists(lists, kv_starts, kv_ends, high, cut.q_tile, cut.kv_tile, False),
             _lists(by_key, q_starts, q_ends, low, cut.kv_tile, cut.q_tile, True))
+
+
+def by_pairs(lists: Lists) -> tuple[Lists, Lists]:
+    """Lists of an even number of row tiles as those of tiles twice as long, of what both halves list, and the rest."""
+    sides = paired(TileLists(lists.full, lists.counts, lists.indices), column_tiles=lists.starts.shape[1])
+    out = []
+    for side, rows in zip(sides, (2 * lists.rows, lists.rows), strict=True):
+        short = TileLists(side.full, side.counts, side.indices[:, :, : max(1, int(side.counts.max()))])
+        out.append(_lists(short, lists.starts, lists.ends, lists.bound, rows, lists.piece, lists.by_key))
+    return out[0], out[1]
 
 
 def _lists(lists: TileLists, starts, ends, bound, rows, piece, by_key) -> Lists:

@@ -152,6 +152,21 @@ class Walk:
         return start, jnp.where(n * self.pieces + j < self.total, end - start, 0)
 
 
+    def each_head(self, heads: int, visit):
+        """Runs visit(turn, head, n) over all pieces n for each of some heads: the full pieces of all heads first."""
+        def one_head(begin, end, g, turn):
+            lax.fori_loop(begin, end, lambda n, _: visit(turn + n - begin, g, n), None)
+            return turn + end - begin
+
+        turn = lax.fori_loop(0, heads, functools.partial(one_head, jnp.int32(0), self.full), jnp.int32(0))
+        lax.fori_loop(0, heads, functools.partial(one_head, self.full, self.total), turn)
+
+    def each_turn(self, heads: int, step, carry=None):
+        """Folds step(masked, turn, carry) -> carry over the turns of `each_head`."""
+        carry = lax.fori_loop(0, heads * self.full, functools.partial(step, False), carry)
+        return lax.fori_loop(heads * self.full, heads * self.total, functools.partial(step, True), carry)
+
+
 def walk_of(refs: ListRefs, head, tile, pieces: int) -> Walk:
     """The walk of a row tile under one of the mask's heads."""
     return Walk(refs, head, tile, refs.full[head, tile], refs.counts[head, tile], pieces)

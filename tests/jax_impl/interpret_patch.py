@@ -1,7 +1,8 @@
 """Test-only additions to the Mosaic GPU interpreter of jax 0.11.2, so that the Hopper kernels run on a CPU.
 
 Adds `run_state` (accumulators that start from a value), wgmma with its left operand in registers, stores into an
-accumulator and TMA reductions that add. Relies on private names of that version of jax, which constraints.txt pins.
+accumulator, tiles in the order of registers and TMA reductions that add. Relies on private names of that version of
+jax, which constraints.txt pins.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from jax_impl.kernels import hopper_kernel
 _Interpreter = jaxpr_interpret.JaxprInterpreter
 _interpret = _Interpreter.interpret
 _interpret_wgmma = _Interpreter._interpret_wgmma_ref_p
+_interpret_inline = _Interpreter._interpret_inline_mgpu_p
 _copy_smem_to_gmem = callbacks.copy_smem_to_gmem
 
 
@@ -113,7 +115,25 @@ def _wgmma(self, eqn, token, get_values):
     return _deallocate(self, token, key, eqn), out
 
 
-_RULES = {discharge.run_state_p: _run_state, gpu_primitives.wgmma_accumulator_store_p: _store_accumulator}
+def _inline(self, eqn, token, values):
+    """`in_register_order`: pure, so it is done on the values. All other inlined code is ignored."""
+    if eqn.params["mgpu_fn"].__name__ != "rearranged":
+        return _interpret_inline(self, eqn, token, lambda: values)
+    return token, [register_order(values[0])]
+
+
+def register_order(x):
+    """What `hopper_add.in_register_order` gives, from wgmma's layout as its definition has it."""
+    rows, columns = x.shape
+    x = x.reshape(rows // 16, 2, 8, columns // 8, 4, 2)  # warp, upper or lower 8 rows, row, columns / 8, thread, 2
+    return x.transpose(3, 0, 2, 4, 1, 5).reshape(-1, 256)
+
+
+_RULES = {
+    gpu_primitives.inline_mgpu_p: _inline,
+    discharge.run_state_p: _run_state,
+    gpu_primitives.wgmma_accumulator_store_p: _store_accumulator,
+}
 
 
 def _interpret_with_rules(self, jaxpr, token, *args):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
 from jax_impl import kernels
 from jax_impl.kernels import hopper_lists, hopper_sparse
@@ -34,6 +35,8 @@ def judged(name, problem, budget=8e-3, races=False):
     kernel = kernels.get(name)
     with interpreted(detect_races=races):
         got = run(kernel, problem.scale, kernel.prepare(problem), *arrays)
+        got = jax.tree.map(np.asarray, got)
+        assert not races or not callbacks.get_races().races_found
     for label, value in got.items():
         assert relative_error(np.asarray(value, np.float64), getattr(want, label)) < budget, label
 
@@ -59,9 +62,13 @@ def test_blocks_of_one_token_up():
     judged("flashinfer", AttentionProblem(variable_block(70, 90, 2, 20, 1, 0.5, causal=True, seed=2), 1, 2, 2, 64))
 
 
-def test_no_races():
+@pytest.mark.parametrize("mask, head_dim", [
+    (uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), 64),
+    (uniform_block(200, 260, 1, 64, 0.6, causal=True, seed=2), 128),
+])
+def test_no_races(mask, head_dim):
     """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions."""
-    judged("vsa", AttentionProblem(uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), 1, 2, 1, 64), races=True)
+    judged("vsa", AttentionProblem(mask, 1, 2, 1, head_dim), races=True)
 
 
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -108,6 +115,29 @@ def test_lists_hold_the_cells_of_the_mask(mask):
             assert np.array_equal(got, want)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=["uniform", "variable"])
+def test_pairs_and_what_is_left_are_the_lists(mask):
+    """A tile's pieces are those of its pair and its own, none twice; a full piece of a pair is full for both."""
+    by_key = hopper_lists.both_ways(hopper_lists.pieces(mask, 64, 64, True))[1]
+
+    def entries(lists, head, tile):
+        count, full = int(lists.counts[head, tile]), int(lists.full[head, tile])
+        listed = [int(x) for x in lists.indices[head, tile, :count]]
+        return set(listed[:full]), set(listed[full:])
+
+    shared, apart = hopper_lists.by_pairs(by_key)
+    assert (shared.rows, apart.rows) == (128, 64) and int(shared.counts.sum()) > 0
+    for head in range(mask.heads):
+        for tile in range(by_key.tiles):
+            full, part = entries(by_key, head, tile)
+            pair, own = entries(shared, head, tile // 2), entries(apart, head, tile)
+            assert not (pair[0] | pair[1]) & (own[0] | own[1])
+            assert pair[0] | pair[1] | own[0] | own[1] == full | part
+            assert pair[0] <= full and own[0] <= full and own[1] <= part
+            other = entries(by_key, head, tile ^ 1)
+            assert pair[0] | pair[1] == (full | part) & (other[0] | other[1])
+
+
 @pytest.mark.parametrize("which, mask, head_dim, q_heads, kv_heads", [
     ("vsa", uniform_block(1000, 1100, 2, 64, 0.5, causal=True), 128, 4, 2),
     ("vsa", uniform_block(1000, 1100, 1, 64, 0.5), 64, 3, 3),
@@ -124,4 +154,5 @@ def test_lowers_to_an_h200(which, mask, head_dim, q_heads, kv_heads):
     operands = jax.tree.map(lambda x: shape(x.shape, x.dtype), operands)
     args = (operands, shape(problem.q_shape), shape(problem.kv_shape), shape(problem.kv_shape), shape(problem.q_shape))
     text = jax.jit(passes).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 2
+    kernels_in_backward = 1 if operands.apart is None else 2  # pairs of key tiles, and what each sees alone
+    assert text.count("@mosaic_gpu_v2") == 1 + kernels_in_backward

@@ -1,0 +1,298 @@
+"""Block-sparse backward pass on Hopper for what a pair of key tiles sees together: 128 keys on one list.
+
+As in hopper_backward.py, each of two consumer warpgroups holds dk and dv of 64 keys, and dS goes through shared memory
+once, for dq of the step before, so that none waits for the other's dS of the same step: each computes half of its
+features over the keys of both and adds them to float32 memory.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels.hopper_add import in_register_order, register_shape
+from jax_impl.kernels.hopper_forward import LOG2E, shared_tile
+from jax_impl.kernels.hopper_lists import Lists
+from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
+from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, ListRefs, Walk, row_tile, walk_of
+
+PART = 64  # features of dq that are staged at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTiles:
+    """The schedule.
+
+    Attributes:
+      slots: tiles of the ring of queries and douts.
+      registers: of a consumer and of the producer thread.
+    """
+
+    slots: int = 5
+    registers: tuple[int, int] = (240, 24)
+
+
+def pairs_backward(
+    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, side: int, *, grad_dtype
+):
+    """dk and dv of the lists, whose rows are 128 keys; see `hopper_sparse_backward.sparse_backward`.
+
+    Args:
+      dq: a reference to float32 [batch, q_heads * pieces, *register_shape(head_dim)], to which dq is added.
+      side: kv heads that run side by side.
+    """
+    batch, _, q_heads, dim = q.shape
+    kv_heads, dtype, slots, bar = k.shape[2], q.dtype, tiles.slots, plgpu.Barrier
+    pieces = dq.shape[1] // q_heads
+    kernel = _Pairs(tiles, scale, q_heads // kv_heads, kv_heads, dim, side, lists.heads, pieces, dtype, grad_dtype)
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, kv_heads, dim), grad_dtype)
+    scratch = {
+        "k_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
+        "v_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
+        "ring_s": shared_tile((slots, ROWS, dim), dtype),
+        "stat_s": plgpu.SMEM((slots, ROWS), jnp.float32),
+        "where_s": plgpu.SMEM((slots,), jnp.int32),
+        "ds_s": shared_tile((2 if kernel.halves else 1, CONSUMERS * ROWS, ROWS), dtype),
+        "dq_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
+        "kv_ready": bar(num_arrivals=2),
+        "ready": bar(num_arrivals=2, num_barriers=slots),
+        "free": bar(num_arrivals=CONSUMERS, num_barriers=slots),
+    }
+    if kernel.halves:
+        scratch["ds_ready"] = bar(num_arrivals=CONSUMERS)
+    return plgpu.kernel(
+        kernel.body,
+        out_type=[grad, grad],
+        scratch_types=scratch,
+        grid=(batch, kv_heads // side, lists.tiles, side),
+        grid_names=("batch", "section", "place", "side"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="hopper_sparse_pairs",
+    )(q, k, v, dout, -lse / (scale * LOG2E), -delta, dq, *lists.operands())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
+
+    q_g: jax.Ref
+    k_g: jax.Ref
+    v_g: jax.Ref
+    do_g: jax.Ref
+    lse_g: jax.Ref
+    delta_g: jax.Ref
+    dq_g: jax.Ref
+    dk_g: jax.Ref
+    dv_g: jax.Ref
+    k_s: jax.Ref
+    v_s: jax.Ref
+    ring_s: jax.Ref
+    stat_s: jax.Ref
+    where_s: jax.Ref
+    ds_s: jax.Ref
+    dq_s: jax.Ref
+    kv_ready: jax.Ref
+    ready: jax.Ref
+    free: jax.Ref
+    ds_ready: jax.Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """The kernel's body and what it closes over."""
+
+    tiles: PairTiles
+    scale: float
+    group: int
+    kv_heads: int
+    dim: int
+    side: int
+    mask_heads: int
+    pieces: int
+    dtype: jnp.dtype
+    grad_dtype: jnp.dtype
+
+    @property
+    def halves(self) -> bool:
+        """Whether each warpgroup computes half of the features of dq; at head_dim 64 each adds its own keys' share."""
+        return self.dim == CONSUMERS * PART
+
+    def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
+        """One thread block: two tiles of keys of one kv head, over all query heads of its group."""
+        *lists, dk_g, dv_g = refs
+        s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
+        batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
+        walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walk, batch, kv_head))
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+            _Consumer(self, s, walk, batch, kv_head, warpgroup).run()
+
+
+def _produce(kernel: _Pairs, s: _Scratch, walk: Walk, batch, kv_head):
+    """Loads the keys and values once, then keeps the ring of queries and douts full."""
+    plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
+    slots, group = jnp.int32(kernel.tiles.slots), kernel.group
+    keys, first = pl.ds(walk.tile * CONSUMERS * ROWS, CONSUMERS * ROWS), kv_head * group
+    plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, kv_head], s.k_s, s.kv_ready)
+    plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, kv_head], s.v_s, s.kv_ready)
+
+    def load(turn, gmem, stats, piece, head):
+        slot, rows = lax.rem(turn, slots), pl.ds(piece * ROWS, ROWS)
+        pl.when(turn >= slots)(lambda: plgpu.barrier_wait(s.free.at[slot]))
+        s.where_s[slot] = head * kernel.pieces + piece  # consumers read it, so that they hold no state of the walk
+        plgpu.copy_gmem_to_smem(gmem.at[batch, rows, head], s.ring_s.at[slot], s.ready.at[slot])
+        plgpu.copy_gmem_to_smem(stats.at[batch, head, rows], s.stat_s.at[slot], s.ready.at[slot])
+
+    def visit(n, g, place):
+        piece = walk.index(place, 0)
+        load(2 * n, s.q_g, s.lse_g, piece, first + g)
+        load(2 * n + 1, s.do_g, s.delta_g, piece, first + g)
+
+    walk.each_head(group, visit)
+    turns = 2 * group * walk.total
+
+    def drain(turn, _):  # nothing may be pending when the block ends
+        plgpu.barrier_wait(s.free.at[lax.rem(turn, slots)])
+
+    lax.fori_loop(jnp.maximum(turns - slots, 0), turns, drain, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: dk and dv of 64 keys, and its share of every dq tile."""
+
+    kernel: _Pairs
+    s: _Scratch
+    walk: Walk
+    batch: jax.Array
+    kv_head: jax.Array
+    warpgroup: jax.Array
+
+    @property
+    def _mine(self):
+        """Its rows of what both warpgroups hold in shared memory."""
+        return pl.ds(self.warpgroup * ROWS, ROWS)
+
+    @property
+    def _keys(self):
+        """Its tokens."""
+        return pl.ds((self.walk.tile * CONSUMERS + self.warpgroup) * ROWS, ROWS)
+
+    def run(self):
+        """Runs all steps and writes dk and dv."""
+        s, kernel, mine = self.s, self.kernel, self._mine
+        plgpu.barrier_wait(s.kv_ready)
+        accumulator = plgpu.ACC((ROWS, kernel.dim), jnp.float32)
+        dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
+        here = self.batch, self._keys, self.kv_head
+        if kernel.halves:  # the other warpgroup's last dq reads these keys too
+            plgpu.barrier_arrive(s.ds_ready)
+            plgpu.barrier_wait(s.ds_ready)
+        for grad, staging, gmem in ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g)):
+            if kernel.grad_dtype.itemsize == 2:
+                staging[mine] = grad.astype(kernel.grad_dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging.at[mine], gmem.at[here])
+            else:
+                gmem[here] = grad
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _all_steps(self, dk_ref, dv_ref):
+        s, steps = self.s, self.kernel.group * self.walk.total
+        if self.kernel.halves:  # step -1 has dS = 0 and adds nothing, to the first piece of the first head
+            s.ds_s[1, self._mine] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.kernel.dtype), TILE)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s.ds_ready)
+        start = self.kv_head * (self.kernel.group * self.kernel.pieces)
+        last = self.walk.each_turn(self.kernel.group, functools.partial(self._step, dk_ref, dv_ref), start)
+        if self.kernel.halves:
+            plgpu.barrier_wait(s.ds_ready)
+
+            def rest(dq_ref):
+                self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
+                self._add(dq_ref[...], last)
+
+            pl.run_scoped(rest, plgpu.ACC((ROWS, PART), jnp.float32))
+        return dk_ref[...], dv_ref[...]
+
+    def _slot(self, turn):
+        return lax.rem(turn, jnp.int32(self.kernel.tiles.slots))
+
+    def _step(self, dk_ref, dv_ref, masked: bool, n, last):
+        s, kernel, q_slot = self.s, self.kernel, self._slot(2 * n)
+        tile = plgpu.ACC((ROWS, ROWS), jnp.float32)
+        ds = pl.run_scoped(functools.partial(self._gradient, masked, dv_ref, n), tile, tile)
+        here, half = s.where_s[q_slot], 0
+        if kernel.halves:
+            half = lax.rem(n, jnp.int32(2))
+            plgpu.barrier_wait(s.ds_ready)  # the other's dS of the step before is there, the one before that is read
+        s.ds_s[half, self._mine] = ds
+        plgpu.commit_smem()
+        products = functools.partial(self._products, dk_ref, ds, n, half, last if kernel.halves else here)
+        pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(s.free.at[q_slot])
+        return here
+
+    def _start(self, ref, slot):
+        """Starts an accumulator from its queries' lse or delta, so that no registers hold those later."""
+        plgpu.barrier_wait(self.s.ready.at[slot])
+        ref[...] = lax.broadcast_in_dim(plgpu.load(self.s.stat_s.at[slot], layout=COLUMN), (ROWS, ROWS), [1])
+
+    def _gradient(self, masked: bool, dv_ref, n, s_ref, dp_ref):
+        """Gradients of the logits [keys, queries], in 16 bits; issues dv."""
+        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        q_slot, do_slot = self._slot(2 * n), self._slot(2 * n + 1)
+        self._start(s_ref, q_slot)
+        plgpu.wgmma(s_ref, s.k_s.at[self._mine], s.ring_s.at[q_slot].transpose((1, 0)))
+        self._start(dp_ref, do_slot)  # a store into an accumulator waits for the products issued before it
+        plgpu.wgmma(dp_ref, s.v_s.at[self._mine], s.ring_s.at[do_slot].transpose((1, 0)))
+        p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=1) * (kernel.scale * LOG2E))
+        if masked:
+            piece = lax.rem(s.where_s[q_slot], jnp.int32(kernel.pieces))
+            first = self.walk.refs.starts[self.walk.head, piece]  # padded queries have an infinite lse
+            low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
+            query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+            p = jnp.where(query >= lax.broadcast_in_dim(low - first, shape, [0]), p, 0.0)
+        p = p.astype(kernel.dtype)  # dS is computed from p as rounded for dv, which frees registers
+        plgpu.wgmma(dv_ref, p, s.ring_s.at[do_slot])
+        return (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
+
+    def _products(self, dk_ref, ds, n, half, where, dq_ref):
+        """dk, and a share of dq: of the step before where the warpgroups halve it."""
+        s = self.s
+        self._issue_dq(dq_ref, 1 - half if self.kernel.halves else 0)
+        plgpu.wgmma(dk_ref, ds, s.ring_s.at[self._slot(2 * n)])
+        plgpu.wgmma_wait(2)
+        plgpu.barrier_arrive(s.free.at[self._slot(2 * n + 1)])  # dv has read its douts
+        dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+        if self.kernel.halves:
+            plgpu.barrier_arrive(s.ds_ready)
+        self._add(dq, where)
+
+    def _issue_dq(self, dq_ref, half):
+        s, both = self.s, self.kernel.halves
+        rows = pl.ds(0, CONSUMERS * ROWS) if both else self._mine
+        keys = s.k_s.at[rows, pl.ds(self.warpgroup * PART, PART)] if both else s.k_s.at[rows]
+        plgpu.wgmma(dq_ref, s.ds_s.at[half, rows].transpose((1, 0)), keys)
+
+    def _add(self, dq, where):
+        """Adds a share of dq to device memory; where: the query head and piece."""
+        staging, rows = self.s.dq_s.at[self.warpgroup], register_shape(PART)[0]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the add before has read its tile
+        staging[...] = in_register_order(dq)
+        plgpu.commit_smem()
+        features = pl.ds((self.warpgroup if self.kernel.halves else 0) * rows, rows)
+        target = self.s.dq_g.at[self.batch, where, features]
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")

@@ -1,0 +1,333 @@
+"""Block-sparse backward pass on Hopper: a role for each warpgroup, five products a tile.
+
+A thread block owns 64 keys and walks their list of query pieces over all heads of the group. One warpgroup
+computes probabilities and dv, one the gradients of the logits and dk, one dq, which it adds to float32 memory by TMA;
+probabilities and gradients are handed on through shared memory. None waits for another's arithmetic, so the products
+of one run under the exponentials, sums and additions of the others. Keys and values stay in registers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_impl.kernels.hopper_add import in_register_order, register_shape
+from jax_impl.kernels.hopper_forward import LOG2E, shared_tile
+from jax_impl.kernels.hopper_lists import Lists
+from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
+from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk, row_tile, walk_of
+
+ROLES = 3
+PART = 64  # features of dq that are staged at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleTiles:
+    """The schedule.
+
+    Attributes:
+      stages: depth of the query and dout rings.
+      handed: steps whose probabilities, and whose gradients, wait for the next warpgroup.
+      registers: of a thread of each role (probabilities, gradients, dq) and of the producer.
+    """
+
+    stages: int = 3
+    handed: int = 2
+    registers: tuple[int, int, int, int] = (208, 176, 96, 32)
+
+
+def roles_backward(
+    q, k, v, dout, lse, delta, dq, lists: Lists, grads, scale: float, tiles: RoleTiles, side: int, *, grad_dtype
+):
+    """dk and dv of the lists, whose rows are 64 keys, added to `grads`; otherwise as `pairs_backward`."""
+    batch, _, q_heads, dim = q.shape
+    kv_heads, dtype = k.shape[2], q.dtype
+    pieces = dq.shape[1] // q_heads
+    kernel = _Backward(tiles, scale, q_heads // kv_heads, kv_heads, dim, side, lists.heads, pieces, dtype, grad_dtype)
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, kv_heads, dim), grad_dtype)
+    stages, handed, bar = tiles.stages, tiles.handed, plgpu.Barrier
+    return plgpu.kernel(
+        kernel.body,
+        out_type=[grad, grad],
+        scratch_types={
+            "k_s": shared_tile((ROWS, dim), dtype),
+            "v_s": shared_tile((ROWS, dim), dtype),
+            "q_s": shared_tile((stages, ROWS, dim), dtype),
+            "do_s": shared_tile((stages, ROWS, dim), dtype),
+            "lse_s": plgpu.SMEM((stages, ROWS), jnp.float32),
+            "delta_s": plgpu.SMEM((stages, ROWS), jnp.float32),
+            "piece_s": plgpu.SMEM((stages,), jnp.int32),
+            "p_s": shared_tile((handed, ROWS, ROWS), dtype),
+            "ds_s": shared_tile((handed, ROWS, ROWS), dtype),
+            "dq_s": plgpu.SMEM((dim // PART, *register_shape(PART)), jnp.float32),
+            "kv_ready": bar(num_arrivals=2),
+            "q_ready": bar(num_arrivals=2, num_barriers=stages),
+            "do_ready": bar(num_arrivals=2, num_barriers=stages),
+            "q_free": bar(num_arrivals=2, num_barriers=stages),
+            "do_free": bar(num_arrivals=2, num_barriers=stages),
+            "p_ready": bar(num_barriers=handed),
+            "p_free": bar(num_barriers=handed),
+            "ds_ready": bar(num_barriers=handed),
+            "ds_free": bar(num_barriers=handed),
+            "ended": bar(num_arrivals=ROLES),
+        },
+        grid=(batch, kv_heads // side, lists.tiles, side),
+        grid_names=("batch", "section", "place", "side"),
+        num_threads=ROLES + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="hopper_sparse_roles",
+    )(q, k, v, dout, lse, delta, dq, *grads, *lists.operands())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
+
+    q_g: jax.Ref
+    k_g: jax.Ref
+    v_g: jax.Ref
+    do_g: jax.Ref
+    lse_g: jax.Ref
+    delta_g: jax.Ref
+    dq_g: jax.Ref
+    dk_g: jax.Ref
+    dv_g: jax.Ref
+    k_s: jax.Ref
+    v_s: jax.Ref
+    q_s: jax.Ref
+    do_s: jax.Ref
+    lse_s: jax.Ref
+    delta_s: jax.Ref
+    piece_s: jax.Ref
+    p_s: jax.Ref
+    ds_s: jax.Ref
+    dq_s: jax.Ref
+    kv_ready: jax.Ref
+    q_ready: jax.Ref
+    do_ready: jax.Ref
+    q_free: jax.Ref
+    do_free: jax.Ref
+    p_ready: jax.Ref
+    p_free: jax.Ref
+    ds_ready: jax.Ref
+    ds_free: jax.Ref
+    ended: jax.Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The kernel's body and what it closes over."""
+
+    tiles: RoleTiles
+    scale: float
+    group: int
+    kv_heads: int
+    dim: int
+    side: int
+    mask_heads: int
+    pieces: int
+    dtype: jnp.dtype
+    grad_dtype: jnp.dtype
+
+    def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
+        """One thread block: a tile of keys of one kv head, over all query heads of its group."""
+        *refs, dk_g, dv_g = refs
+        before, lists = refs[:2], refs[2:]
+        s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
+        batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
+        walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
+        block = _Block(self, s, walk, batch, kv_head, *before)
+        for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
+
+            @pl.when(warpgroup == role)
+            def _(role=role, run=run):
+                registers = self.tiles.registers[role]
+                plgpu.set_max_registers(registers, action="increase" if registers >= 128 else "decrease")
+                run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What the four warpgroups of a thread block do."""
+
+    kernel: _Backward
+    s: _Scratch
+    walk: Walk
+    batch: jax.Array
+    kv_head: jax.Array
+    dk_before: jax.Ref
+    dv_before: jax.Ref
+
+    @property
+    def _steps(self):
+        return self.kernel.group * self.walk.total
+
+    @property
+    def _keys(self):
+        """The tokens of its keys."""
+        return pl.ds(self.walk.tile * ROWS, ROWS)
+
+    def _slot(self, n):
+        return lax.rem(n, jnp.int32(self.kernel.tiles.stages))
+
+    def _hand(self, n):
+        return lax.rem(n, jnp.int32(self.kernel.tiles.handed))
+
+    def _drain(self, free, depth: int):
+        """Waits for what nobody else waits for: nothing may be pending when the block ends."""
+        def wait(n, _):
+            plgpu.barrier_wait(free.at[lax.rem(n, jnp.int32(depth))])
+
+        lax.fori_loop(jnp.maximum(self._steps - depth, 0), self._steps, wait, None)
+
+    def produce(self):
+        """Loads the keys and values once, then keeps the rings of queries and douts full."""
+        s, batch, stages = self.s, self.batch, self.kernel.tiles.stages
+        plgpu.copy_gmem_to_smem(s.k_g.at[batch, self._keys, self.kv_head], s.k_s, s.kv_ready)
+        plgpu.copy_gmem_to_smem(s.v_g.at[batch, self._keys, self.kv_head], s.v_s, s.kv_ready)
+
+        def load(n, g, place):
+            slot, head = self._slot(n), self.kv_head * self.kernel.group + g
+            piece = self.walk.index(place, 0)
+            rows = pl.ds(piece * ROWS, ROWS)
+            for tile, stat, to, stat_to, ready, free in (
+                (s.q_g, s.lse_g, s.q_s, s.lse_s, s.q_ready, s.q_free),
+                (s.do_g, s.delta_g, s.do_s, s.delta_s, s.do_ready, s.do_free),
+            ):
+                pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                if tile is s.q_g:
+                    s.piece_s[slot] = piece
+                plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], to.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(stat.at[batch, head, rows], stat_to.at[slot], ready.at[slot])
+
+        self.walk.each_head(self.kernel.group, load)
+        self._drain(s.q_free, stages)
+        self._drain(s.do_free, stages)
+
+    def _accumulated(self, step):
+        """Runs step(accumulator, ...) over all pieces; the accumulator's value."""
+        def run(ref):
+            self.walk.each_turn(self.kernel.group, functools.partial(step, ref))
+            return ref[...]
+
+        return pl.run_scoped(run, plgpu.ACC((ROWS, self.kernel.dim), jnp.float32))
+
+    def _write(self, grad, before, staging, gmem):
+        """A gradient to device memory, once no warpgroup reads shared keys or values any more."""
+        here = self.batch, self._keys, self.kv_head
+        grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
+        plgpu.barrier_arrive(self.s.ended)
+        plgpu.barrier_wait(self.s.ended)
+        if self.kernel.grad_dtype.itemsize == 2:
+            staging[...] = grad.astype(self.kernel.grad_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, gmem.at[here])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        else:
+            gmem[here] = grad
+
+    def _product(self, left, right):
+        """left @ right.T [keys, queries]."""
+        def issue(ref):
+            plgpu.wgmma(ref, left, right.transpose((1, 0)))
+            return ref[...]
+
+        return pl.run_scoped(issue, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+    def probabilities(self):
+        """The first warpgroup: probabilities, and dv."""
+        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        plgpu.barrier_wait(s.kv_ready)
+        keys = plgpu.load(s.k_s, layout=TILE)
+
+        def step(dv_ref, masked: bool, n, _):
+            slot, hand = self._slot(n), self._hand(n)
+            plgpu.barrier_wait(s.q_ready.at[slot])
+            logits = self._product(keys, s.q_s.at[slot])
+            pl.when(n > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(n - 1)]))  # dv before has read them
+            lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
+            p = jnp.exp2(logits * (kernel.scale * LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
+            if masked:
+                start = self.walk.refs.starts[self.walk.head, s.piece_s[slot]]  # padded queries have an infinite lse
+                low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
+                query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+                p = jnp.where(query >= lax.broadcast_in_dim(low - start, shape, [0]), p, 0.0)
+            p = p.astype(kernel.dtype)
+            plgpu.barrier_arrive(s.q_free.at[slot])
+            pl.when(n >= kernel.tiles.handed)(lambda: plgpu.barrier_wait(s.p_free.at[hand]))
+            s.p_s[hand] = p
+            plgpu.barrier_arrive(s.p_ready.at[hand])
+            plgpu.barrier_wait(s.do_ready.at[slot])
+            plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+
+        dv = self._accumulated(step)
+        pl.when(self._steps > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(self._steps - 1)]))
+        self._drain(s.p_free, kernel.tiles.handed)
+        self._write(dv, self.dv_before, s.v_s, s.dv_g)
+
+    def gradients(self):
+        """The second warpgroup: gradients of the logits, and dk."""
+        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        plgpu.barrier_wait(s.kv_ready)
+        values = plgpu.load(s.v_s, layout=TILE)
+
+        def step(dk_ref, masked: bool, n, _):
+            del masked
+            slot, hand = self._slot(n), self._hand(n)
+            plgpu.barrier_wait(s.do_ready.at[slot])
+            dp = self._product(values, s.do_s.at[slot])
+            delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
+            plgpu.barrier_wait(s.p_ready.at[hand])
+            p = plgpu.load(s.p_s.at[hand], layout=TILE)
+            plgpu.barrier_arrive(s.p_free.at[hand])
+            ds = (p.astype(jnp.float32) * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(kernel.dtype)
+            plgpu.barrier_arrive(s.do_free.at[slot])
+            pl.when(n >= kernel.tiles.handed)(lambda: plgpu.barrier_wait(s.ds_free.at[hand]))
+            s.ds_s[hand] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s.ds_ready.at[hand])
+            plgpu.barrier_wait(s.q_ready.at[slot])
+            plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s.q_free.at[slot])
+
+        dk = self._accumulated(step)
+        self._drain(s.ds_free, kernel.tiles.handed)
+        self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g)
+
+    def query_gradients(self):
+        """The third warpgroup: dq, added to device memory."""
+        s, kernel = self.s, self.kernel
+        plgpu.barrier_wait(s.kv_ready)
+        rows = register_shape(PART)[0]
+
+        def step(n, g, place):
+            head = self.kv_head * kernel.group + g
+            target, hand = s.dq_g.at[self.batch, head * kernel.pieces + self.walk.index(place, 0)], self._hand(n)
+            plgpu.barrier_wait(s.ds_ready.at[hand])
+            for part in range(kernel.dim // PART):
+
+                def product(dq_ref, part=part):
+                    features = s.k_s if kernel.dim == PART else s.k_s.at[:, pl.ds(part * PART, PART)]
+                    plgpu.wgmma(dq_ref, s.ds_s.at[hand].transpose((1, 0)), features)
+                    return dq_ref[...]
+
+                dq = pl.run_scoped(product, plgpu.ACC((ROWS, PART), jnp.float32))
+                if part == kernel.dim // PART - 1:
+                    plgpu.barrier_arrive(s.ds_free.at[hand])
+                plgpu.wait_smem_to_gmem(kernel.dim // PART - 1, wait_read_only=True)
+                s.dq_s[part] = in_register_order(dq)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(s.dq_s.at[part], target.at[pl.ds(part * rows, rows)], reduction_op="add")
+
+        self.walk.each_head(kernel.group, step)
+        plgpu.barrier_arrive(s.ended)
+        plgpu.barrier_wait(s.ended)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
