@@ -1,6 +1,7 @@
 """Block-sparse kernels in both stacks, beside the dense kernel at the same length: checked, then timed.
 
     python -m bench.sparse --stack=jax --seqlens=32K --heads=64:64,64:8 --blocks=64,128 --densities=0.2,0.5
+    python -m bench.sparse --kernels=vsa:64,flashinfer:128 --dense=fa3 --seqlens=32K --workers=4 --noselection
     python -m bench.report out/sparse.jsonl
 
 FLOPs are counted from the blocks kept. One JSON line a row, as in `bench.dense`; --resume goes on with a file. The
@@ -32,7 +33,8 @@ SELECTION = "bench.selection_task:clock"
 def define() -> None:
     """Defines the flags; once, before `app.run`."""
     options.define_run("out/sparse.jsonl")
-    flags.DEFINE_list("kernels", list(KERNELS), f"Block-sparse kernels: some of {', '.join(options.ALL_KERNELS)}.")
+    flags.DEFINE_list("kernels", list(KERNELS), f"Block-sparse kernels: some of {', '.join(options.ALL_KERNELS)}, or "
+                      "kernel:block for one at one of --blocks only.")
     flags.DEFINE_list("dense", list(DENSE), "Dense kernels to hold against; the fastest of a stack counts.")
     flags.DEFINE_list("seqlens", ["16K", "32K", "64K", "128K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
     flags.DEFINE_list("heads", ["64:64", "64:8"], "Query heads : key and value heads.")
@@ -62,20 +64,34 @@ def density_of(text: str) -> float:
     return value
 
 
+def kernels_of(entries: Sequence[str], blocks: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """block -> the kernels to run at it, of --kernels entries kernel or kernel:block. ValueError names the flag."""
+    names, only = zip(*(entry.partition(":")[::2] for entry in entries), strict=True) if entries else ((), ())
+    options.choose("kernels", names, options.ALL_KERNELS)
+    for entry, block in zip(entries, only, strict=True):
+        if block and block not in blocks:
+            raise ValueError(f"--kernels: {entry!r} names a block that --blocks={','.join(blocks)} lacks")
+    chosen = {}
+    for block in blocks:
+        here = [name for name, one in zip(names, only, strict=True) if one in ("", block)]
+        chosen[block] = options.choose("kernels", here, options.ALL_KERNELS) if here else ()
+    return chosen
+
+
 def cases(values: flags.FlagValues) -> list[Case]:
     """The rows that the flags ask for: dense ones first, a set for each length and heads. ValueError names the flag."""
     stacks, passes = (options.choose(label, getattr(values, label), allowed)
                       for label, allowed in (("stack", STACKS), ("passes", PASSES)))
-    kernels = options.choose("kernels", values.kernels, options.ALL_KERNELS)
+    kernels = kernels_of(values.kernels, values.blocks)
     dense = options.choose("dense", values.dense, options.ALL_KERNELS)
-    patterns = [settings_of(block, density_of(text), values.causal)
+    patterns = [(kernels[block], *settings_of(block, density_of(text), values.causal))
                 for block in values.blocks for text in values.densities]
     out = []
     for n in options.numbers("seqlens", values.seqlens):
         for heads in values.heads:
             size = (n, 0, values.batch, *options.heads_of(heads), values.head_dim, values.dtype, values.seed)
             specs = [(dense, ProblemSpec("full", *size))]
-            specs += [(kernels, ProblemSpec(mask, *size, settings)) for mask, settings in patterns]
+            specs += [(names, ProblemSpec(mask, *size, settings)) for names, mask, settings in patterns]
             out += [Case(stack, kernel, which, spec) for names, spec in specs for stack in stacks for kernel in names
                     if kernel in options.KERNELS[stack] for which in passes]
     return out

@@ -47,6 +47,11 @@ def test_rows_of_a_run(tmp_path):
     assert [r["case"]["step"] for r in rows if r["kind"] == "selection"] == list(selection_task.STEPS)
 
 
+def test_a_kernel_may_be_given_one_block():
+    found = sparse.kernels_of(["vsa:64", "flashinfer:128", "triton_vsa"], ["64", "128", "variable"])
+    assert found == {"64": ("vsa", "triton_vsa"), "128": ("flashinfer", "triton_vsa"), "variable": ("triton_vsa",)}
+
+
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("step", selection_task.STEPS)
 def test_selection_is_timed_in_either_stack(stack, step):
@@ -57,7 +62,8 @@ def test_selection_is_timed_in_either_stack(stack, step):
 
 
 @pytest.mark.parametrize("flag, word", [("--blocks=tall", "tall"), ("--blocks=0", "--blocks"), ("--heads=4:3", "4:3"),
-                                        ("--densities=1.5", "1.5"), ("--seqlens=12Q", "12Q")])
+                                        ("--densities=1.5", "1.5"), ("--seqlens=12Q", "12Q"),
+                                        ("--kernels=vsa:96", "vsa:96"), ("--kernels=vsaa:64", "vsaa")])
 def test_bad_flags_are_named(flag, word, tmp_path):
     sizes = {"--heads": "--heads=2:1", "--seqlens": "--seqlens=256"}
     others = [text for name, text in sizes.items() if not flag.startswith(name)]
