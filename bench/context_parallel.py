@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -46,8 +47,8 @@ def define() -> None:
     options.define_problems(("full", "causal", "full_document", "causal_document"), seqlens=("16K",))
     cp.define(worlds=("2",))
     flags.DEFINE_integer("samples", 15, "Iterations a pass.", lower_bound=1)
-    flags.DEFINE_list("head_groups", ["1"], "Groups of heads that travel while others compute; numbers above 1 for the "
-                      f"schemes that have them ({', '.join(cp.GROUPED)}).")
+    options.define_list("head_groups", ["1"], "Groups of heads that travel while others compute; numbers above 1 for "
+                        f"the schemes that have them ({', '.join(cp.GROUPED)}).")
     flags.DEFINE_enum("travel", "float32", ["float32", "own"], "dtype of gradient sums in flight; own: the problem's.")
     flags.DEFINE_string("check_len", "2K", "Tokens of the problem that is held to the reference; 0 for the row's own.")
     flags.DEFINE_bool("time", True, "Time the cases; else they are only checked.")
@@ -88,8 +89,20 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
     return sorted(out, key=lambda case: case.head_groups)  # in the order of what they tell if time runs out
 
 
+def check_hosts(values: flags.FlagValues) -> None:
+    """ValueError naming the flag of a job on several hosts that is wrong."""
+    if values.host >= values.hosts:
+        raise ValueError(f"--host: {values.host} of {values.hosts} hosts, counted from 0")
+    if values.hosts > 1 and not re.fullmatch(r".+:\d+", values.coordinator or ""):
+        raise ValueError(f"--coordinator: {values.coordinator!r} is no HOST:PORT, which --hosts={values.hosts} needs")
+    for world in options.numbers("worlds", values.worlds):
+        if world % values.hosts:
+            raise ValueError(f"--hosts: {values.hosts} does not divide the world {world}")
+
+
 def request_of(values: flags.FlagValues) -> dict[str, Any]:
     """What every job of the run is told besides its cases; see `context_parallel_worker.Request`."""
+    check_hosts(values)
     check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
     traced = [text.split(":") for text in values.trace]
     for parts in traced:
@@ -174,8 +187,6 @@ class Jobs:
         return {row["key"] for row in records.read(self.out)}
 
     def _job(self, world: int, left: Sequence[cp.Case], until: float, turn: Path | None) -> None:
-        if world % self.hosts:
-            raise ValueError(f"--hosts: {self.hosts} does not divide the world {world}")
         stack, before = left[0].stack, self._done()
         launch = _launcher(stack)
         left = sorted(left, key=lambda case: cp.is_among(case, self.request.get("trace", ())))  # where profilers fail

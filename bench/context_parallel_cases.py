@@ -7,12 +7,14 @@ from typing import Any
 from absl import flags
 
 from bench.cases import STACKS, ProblemSpec
-from bench.options import choose
+from bench.options import choose, define_list
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule, make_schedule
 from workload.sharding import KINDS, shardings
 from workload.signature import Signature
 from workload.topology import SCHEMES, Topology, make_topology
+
+flags.disclaim_key_flags()  # --help of a binary shows what it defines through here
 
 GROUPED = ("ulysses", "all_gather")  # schemes whose heads can travel and compute by groups
 
@@ -95,9 +97,9 @@ class Case:
 
 def define(worlds: Sequence[str]) -> None:
     """Defines the flags of schemes, shared by the binaries that have them."""
-    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
-    flags.DEFINE_list("worlds", list(worlds), "Numbers of ranks.")
-    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
+    define_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
+    define_list("worlds", list(worlds), "Numbers of ranks.")
+    define_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
     flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
                          lower_bound=0)
     flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.", lower_bound=0)

@@ -32,5 +32,4 @@ def main(argv):
 
 if __name__ == "__main__":
     options.define()
-    flags.adopt_module_key_flags(options)  # so that --help shows them
     app.run(main)

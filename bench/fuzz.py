@@ -58,8 +58,8 @@ def define() -> None:
     flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
     flags.DEFINE_integer("count", 10_000, "Most problems.", lower_bound=1)
     flags.DEFINE_integer("longest", 400, "Longest sequence in tokens.", lower_bound=2)
-    flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
-    flags.DEFINE_string("out", "out/fuzz.jsonl", "Record file; replaced.")
+    options.define_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(options.ALL_KERNELS)}.")
+    options.define_out("out/fuzz.jsonl", "Record file; replaced.")
     options.define_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
 
 

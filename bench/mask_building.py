@@ -1,6 +1,6 @@
 """Times the building of every static mask, and what is derived from it, at a length; counts peak memory.
 
-    python -m bench.mask_building --seq_len=1048576
+    python -m bench.mask_building --seqlen=1M
 
 The bar: a million tokens in under a second and 100 MB, for every pattern. Exits with 1 where one misses it.
 """
@@ -17,7 +17,7 @@ from bench import options
 from workload.masks import STATIC_MASKS
 from workload.suite import static_arguments
 
-SEQ_LEN = flags.DEFINE_integer("seq_len", 1 << 20, "Tokens.", lower_bound=1)
+SEQLEN = options.define_tokens("seqlen", "1M", "Sequence length in tokens")
 REPEATS = flags.DEFINE_integer("repeats", 3, "Builds of each mask; the fastest counts.", lower_bound=1)
 SECONDS = options.define_float("seconds", 1.0, "Bar of the time of a build.", lower_bound=0)
 MEGABYTES = options.define_float("megabytes", 100.0, "Bar of a build's peak memory, in 1e6 bytes.", lower_bound=0)
@@ -52,12 +52,13 @@ def rows(seq_len: int, repeats: int, tile: int):
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    table = Table(Column("mask", no_wrap=True), title=f"{SEQ_LEN.value:,} tokens; MB is the peak of a stage")
+    seq_len = options.tokens(SEQLEN.value)
+    table = Table(Column("mask", no_wrap=True), title=f"{seq_len:,} tokens; MB is the peak of a stage")
     for heading in ("build", "transpose", f"tiles of {TILE.value}"):
         table.add_column(f"{heading}\nms", justify="right", no_wrap=True)
         table.add_column("\nMB", justify="right", no_wrap=True)
     missed = []
-    for name, *stages in rows(SEQ_LEN.value, REPEATS.value, TILE.value):
+    for name, *stages in rows(seq_len, REPEATS.value, TILE.value):
         table.add_row(name, *(text for s, b in stages for text in (f"{1e3 * s:.0f}", f"{b / 1e6:.0f}")))
         if stages[0][0] > SECONDS.value or stages[0][1] > 1e6 * MEGABYTES.value:
             missed.append(name)

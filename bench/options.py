@@ -1,6 +1,7 @@
 """The absl flags that the binaries share, and what they mean: cases, options of a run. Bad values are named."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch_impl.kernels
 from bench.cases import DRAWN_MASKS, STACKS, Case, ProblemSpec, differing
 from bench.engine import Options
 from bench.timing import Protocol
+from workload.documents import DATASETS
 from workload.masks import STATIC_MASKS
 from workload.problem import ITEM_BYTES, PASSES
 from workload.suite import ALL_BUILDERS
@@ -19,6 +21,8 @@ from workload.suite import ALL_BUILDERS
 KERNELS = {"jax": jax_impl.kernels.NAMES, "torch": torch_impl.kernels.NAMES}
 ALL_KERNELS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+flags.disclaim_key_flags()  # --help of a binary shows what it defines through here
 
 
 def tokens(text: str) -> int:
@@ -41,6 +45,50 @@ def define_float(name: str, default: float, text: str, lower_bound: float | None
     return held
 
 
+def define_list(name: str, default: Sequence[str], text: str) -> flags.FlagHolder[list[str]]:
+    """A list flag that is not empty: a run of nothing is no run."""
+    held = flags.DEFINE_list(name, list(default), text)
+    flags.register_validator(name, bool, message=f"--{name} must not be empty")
+    return held
+
+
+def define_tokens(name: str, default: str, text: str) -> flags.FlagHolder[str]:
+    """A number of tokens, read as `tokens` reads it."""
+    held = flags.DEFINE_string(name, default, text + ": 8192, 8K, 1M.")
+    flags.register_validator(name, _is_tokens, message=f"--{name} must be a positive number of tokens (8192, 8K, 1M)")
+    return held
+
+
+def _is_tokens(text: str) -> bool:
+    try:
+        return bool(tokens(text))
+    except ValueError:
+        return False
+
+
+def define_out(default: str, text: str = "Record file: one JSON line a row.") -> flags.FlagHolder[str]:
+    """The flag --out: a file that can be written, as far as can be seen without making it."""
+    held = flags.DEFINE_string("out", default, text)
+    flags.register_validator("out", _writable, message="--out must be a file that can be written")
+    return held
+
+
+def define_folder(default: str, text: str) -> flags.FlagHolder[str]:
+    """The flag --folder: a folder that is there or can be made."""
+    held = flags.DEFINE_string("folder", default, text)
+    flags.register_validator("folder", lambda name: _writable(Path(name) / "file"),
+                             message="--folder must be a folder that can be written")
+    return held
+
+
+def _writable(name: str | Path) -> bool:
+    path = Path(name).absolute()
+    if not name or path.is_dir():
+        return False
+    nearest = next(x for x in (path, *path.parents) if x.exists())
+    return os.access(nearest, os.W_OK) and (nearest == path or nearest.is_dir())
+
+
 def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """The values, "all" standing for all allowed ones. ValueError names the first that is not allowed."""
     if list(values) == ["all"]:
@@ -58,7 +106,7 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     """Defines the shared flags; a binary calls this once, before `app.run`."""
     define_run(out)
     define_problems(masks, seqlens)
-    flags.DEFINE_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")
+    define_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")
     flags.DEFINE_integer("packs", 1, "Packs of documents and draws of mask parameters: seeds --seed and on.",
                          lower_bound=1)
     define_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
@@ -71,11 +119,10 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
 
 def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None:
     """Defines the flags of masks, lengths and heads; without --seqlens where there are none."""
-    flags.DEFINE_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    define_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
     if seqlens is not None:
-        flags.DEFINE_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
-    flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
-    flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1)
+        define_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
+    define_heads()
     flags.DEFINE_string(
         "documents", "auto",
         "Where document lengths come from: auto (Pile to 8K, ProLong-64K to 64K, ProLong-512K above), pile, "
@@ -84,10 +131,20 @@ def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None
                        lower_bound=0, upper_bound=1)
 
 
+def define_heads() -> tuple[flags.FlagHolder[int], flags.FlagHolder[int]]:
+    """The flags --q_heads and --kv_heads, the second dividing the first."""
+    held = (flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1),
+            flags.DEFINE_integer("kv_heads", 8, "Key and value heads; divides --q_heads.", lower_bound=1))
+    flags.register_multi_flags_validator(
+        ["q_heads", "kv_heads"], lambda values: values["q_heads"] % values["kv_heads"] == 0,
+        message="--kv_heads must divide --q_heads")
+    return held
+
+
 def define_run(out: str, deadline: float = 180.0) -> None:
     """Defines the flags that every binary of kernels has: stacks, sizes, passes, and how a run goes."""
     define_measuring(out, deadline)
-    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    define_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     define_float("memory_gib", 0.0, "Private memory a worker may hold on a CPU; 0 for no limit.", lower_bound=0)
     flags.DEFINE_integer("samples", 15, "Samples a row.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Processes of each stack, which build and check side by side and time alone.",
@@ -101,12 +158,12 @@ def define_run(out: str, deadline: float = 180.0) -> None:
 
 def define_measuring(out: str, deadline: float) -> None:
     """Defines the flags of every binary that writes rows about tensors: stacks, sizes, time, the record file."""
-    flags.DEFINE_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
+    define_list("stack", ["all"], f"Stacks to run: all, or some of {', '.join(STACKS)}.")
     flags.DEFINE_integer("batch", 1, "Batch entries.", lower_bound=1)
     flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
     flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
-    flags.DEFINE_string("out", out, "Record file: one JSON line a row.")
+    define_out(out)
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
     define_float("deadline", deadline, "Seconds a row may take, compilation included.", lower_bound=1)
     define_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
@@ -139,10 +196,10 @@ def cases(values: flags.FlagValues) -> list[Case]:
     masks = choose("masks", values.masks, ALL_BUILDERS)
     passes = choose("passes", values.passes, PASSES)
     seqlens = numbers("seqlens", values.seqlens)
-    if values.q_heads % values.kv_heads:
-        raise ValueError(f"--kv_heads: {values.kv_heads} does not divide --q_heads {values.q_heads}")
     if not values.document_cap:
         raise ValueError("--document_cap: 0 leaves no document")
+    if not values.density:
+        raise ValueError("--density: 0 keeps no block")
     settings = differing(
         documents=documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
         window=values.window, block=values.block, sparse_block=values.sparse_block, density=values.density)
@@ -160,12 +217,15 @@ def cases(values: flags.FlagValues) -> list[Case]:
 
 def documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
     """What --documents says: a data set, or lengths that sum to each of `seqlens`. ValueError names the flag."""
-    if not text or not text[0].isdigit():
-        return text  # `SuiteSettings` names a data set that there is not
+    if text in ("auto", *DATASETS):
+        return text
     try:
         lengths = tuple(int(x) for x in text.split("+"))
     except ValueError as problem:
-        raise ValueError(f"--documents: {text!r} is neither a data set nor lengths as 3000+1000") from problem
+        raise ValueError(f"--documents: {text!r} is neither auto, {', '.join(DATASETS)} nor "
+                         "lengths as 3000+1000") from problem
+    if min(lengths) < 1:
+        raise ValueError(f"--documents: {text} has a document of {min(lengths)} tokens")
     for n in seqlens:
         if sum(lengths) != n:
             raise ValueError(f"--documents: {text} sums to {sum(lengths)}, the sequence has {n}")

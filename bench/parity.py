@@ -39,21 +39,21 @@ MOST_JOBS = 8
 
 def define() -> None:
     """Defines the flags."""
-    flags.DEFINE_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(SHARED_KERNELS)}.")
-    flags.DEFINE_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
-    flags.DEFINE_list("masks", ["all"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-    flags.DEFINE_list(
+    options.define_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(SHARED_KERNELS)}.")
+    options.define_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
+    options.define_list("masks", ["all"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    options.define_list(
         "shapes", ["machine"], "Shapes: machine (those that suit it), all, or some of "
         f"{', '.join(KERNEL_SHAPES)} for kernels and {', '.join(RANK_SHAPES)} for schemes.")
-    flags.DEFINE_list("passes", ["all"], "Passes of kernels: all, or some of forward, backward.")
-    flags.DEFINE_list("worlds", ["machine"], "Ranks of schemes: machine (2, 3, 4 on a CPU; 2, 4, 8 as there are GPUs), "
-                      "or numbers.")
-    flags.DEFINE_list("sharding", ["zigzag"], f"Shardings of schemes: all, or some of {', '.join(KINDS)}.")
+    options.define_list("passes", ["all"], "Passes of kernels: all, or some of forward, backward.")
+    options.define_list("worlds", ["machine"], "Ranks of schemes: machine (2, 3, 4 on a CPU; 2, 4, 8 as there are "
+                        "GPUs), or numbers.")
+    options.define_list("sharding", ["zigzag"], f"Shardings of schemes: all, or some of {', '.join(KINDS)}.")
     flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
     flags.DEFINE_integer("jobs", 0, "Cells of kernels that are checked side by side; 0: as many as suit the machine.",
                          lower_bound=0)
     options.define_float("seconds", 0.0, "No further cell is begun after this; 0: no limit.", lower_bound=0)
-    flags.DEFINE_string("out", "out/parity.jsonl", "Record file.")
+    options.define_out("out/parity.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
     options.define_float("deadline", 180.0, "Seconds a step of a cell may take.", lower_bound=1)
 

@@ -32,31 +32,34 @@ from workload.suite import ALL_BUILDERS
 
 def define() -> None:
     """Defines the flags; once, before `app.run`."""
-    flags.DEFINE_list("contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs.")
+    options.define_list("contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs.")
     flags.DEFINE_string("against", "torch:fa3", "The contender that ratios are to.")
-    flags.DEFINE_list("masks", ["full", "causal"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
-    flags.DEFINE_list("seqlens", ["8K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
-    flags.DEFINE_list("heads", ["64:8"], "Query heads : key and value heads.")
-    flags.DEFINE_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    options.define_list("masks", ["full", "causal"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
+    options.define_list("seqlens", ["8K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
+    options.define_list("heads", ["64:8"], "Query heads : key and value heads.")
+    options.define_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
     flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of all tensors.")
     flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
     flags.DEFINE_integer("rounds", 7, "Rounds of a problem and pass.", lower_bound=1)
     options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
     options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
-    flags.DEFINE_string("out", "out/peers.jsonl", "Record file: one JSON line a row.")
+    options.define_out("out/peers.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
 
+def contender_of(label: str, text: str) -> tuple[str, str]:
+    """(stack, kernel) of a stack:kernel of the flag `label`. ValueError names the flag."""
+    stack, _, kernel = text.partition(":")
+    if stack not in STACKS or kernel not in options.KERNELS[stack]:
+        raise ValueError(f"--{label}: {text!r} is no stack:kernel of {', '.join(STACKS)}")
+    return stack, kernel
+
+
 def contenders_of(values: flags.FlagValues) -> list[tuple[str, str]]:
-    """(stack, kernel) of each of --contenders. ValueError names the one that there is not."""
-    found = []
-    for text in values.contenders:
-        stack, _, kernel = text.partition(":")
-        if stack not in STACKS or kernel not in options.KERNELS[stack]:
-            raise ValueError(f"--contenders: {text!r} is no stack:kernel of {', '.join(STACKS)}")
-        found.append((stack, kernel))
-    return found
+    """(stack, kernel) of each of --contenders, once. ValueError names the flag that is wrong."""
+    contender_of("against", values.against)
+    return [contender_of("contenders", text) for text in dict.fromkeys(values.contenders)]
 
 
 def specs_of(values: flags.FlagValues) -> list[ProblemSpec]:

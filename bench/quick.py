@@ -62,7 +62,7 @@ def quick_cases(gpu: bool) -> list[Case]:
 
 def define() -> None:
     """Defines the flags."""
-    flags.DEFINE_string("folder", "out/quick", "Where records and report go.")
+    options.define_folder("out/quick", "Where records and report go.")
     options.define_float("deadline", 60.0, "Seconds a row may take.", lower_bound=1)
     options.define_float("seconds", 200.0, "No further row is begun after this.", lower_bound=0)
 

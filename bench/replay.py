@@ -114,7 +114,10 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
 
 def settings_of(values: flags.FlagValues) -> Settings:
     """How the run goes, from the flags."""
-    links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
+    try:
+        links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
+    except ValueError as problem:
+        raise ValueError(f"--link_{problem}") from problem
     protocol = Protocol(samples=5, least=3, seconds=values.seconds)
     return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
                     values.flop_limit, links, values.check, values.workers, values.estimate_rate)

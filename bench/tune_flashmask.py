@@ -10,39 +10,45 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
+from bench import options
 from bench.timing import Protocol, measure
-from workload.problem import AttentionProblem
+from workload.masks import STATIC_MASKS
+from workload.problem import ITEM_BYTES, AttentionProblem
 from workload.suite import mask_suite
 
-MASKS = flags.DEFINE_list("masks", ["full", "causal", "causal_document", "global_sliding_window"], "Masks to run.")
-SEQLEN = flags.DEFINE_integer("seqlen", 8192, "Tokens.", lower_bound=1)
-Q_HEADS = flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1)
-KV_HEADS = flags.DEFINE_integer("kv_heads", 8, "Key and value heads.", lower_bound=1)
+MASKS = options.define_list("masks", ["full", "causal", "causal_document", "global_sliding_window"],
+                            f"Masks: all, or some of {', '.join(STATIC_MASKS)}.")
+SEQLEN = options.define_tokens("seqlen", "8K", "Sequence length in tokens")
+Q_HEADS, KV_HEADS = options.define_heads()
 HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
-DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of q, k, v.")
-PARTS = flags.DEFINE_list("parts", ["forward", "key", "query"], "Parts: forward, key (dk and dv), query (dq).")
-TILES = flags.DEFINE_list("tiles", ["64x32", "64x64", "128x64", "128x128"], "Tiles, rows x columns.")
-WARPS = flags.DEFINE_list("warps", ["4", "8"], "Warps.")
-STAGES = flags.DEFINE_list("stages", ["2", "3"], "Stages of the software pipeline.")
-REGISTERS = flags.DEFINE_list("registers", ["0"], "Limits on the registers of a thread; 0 is none.")
-OUT = flags.DEFINE_string("out", "out/flashmask_tuning.jsonl", "Rows, one JSON object a line.")
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v.")
+PARTS = options.define_list("parts", ["forward", "key", "query"], "Parts: forward, key (dk and dv), query (dq).")
+TILES = options.define_list("tiles", ["64x32", "64x64", "128x64", "128x128"], "Tiles, rows x columns.")
+WARPS = options.define_list("warps", ["4", "8"], "Warps.")
+STAGES = options.define_list("stages", ["2", "3"], "Stages of the software pipeline.")
+REGISTERS = options.define_list("registers", ["0"], "Limits on the registers of a thread; 0 is none.")
+OUT = options.define_out("out/flashmask_tuning.jsonl", "Rows, one JSON object a line; added to.")
 PRODUCTS = {"forward": 2, "key": 4, "query": 3}  # matrix products of a part; each costs 2 * area * heads * head_dim
 TOLERANCE = 2e-2  # relative difference from the default launch's result; other tiles only round elsewhere
 
 
-def candidates():
-    """Every launch of the flags' product."""
-    from torch_impl.kernels.walks import Launch
-
-    for tile, warps, stages, limit in itertools.product(TILES.value, WARPS.value, STAGES.value, REGISTERS.value):
-        rows, cols = (int(n) for n in tile.split("x"))
-        yield Launch(rows, cols, int(warps), int(stages), int(limit) or None)
+def shapes() -> list[tuple[int, int, int, int, int | None]]:
+    """The arguments of every launch of the flags' product. ValueError names the flag."""
+    tiles = [options.numbers("tiles", text.split("x")) for text in TILES.value]
+    for text, tile in zip(TILES.value, tiles, strict=True):
+        if len(tile) != 2:
+            raise ValueError(f"--tiles: {text!r} is no rows x columns, as 128x64")
+    warps, stages = options.numbers("warps", WARPS.value), options.numbers("stages", STAGES.value)
+    limits = [None if text == "0" else options.numbers("registers", [text])[0] for text in REGISTERS.value]
+    return [(*tile, *others) for tile, *others in itertools.product(tiles, warps, stages, limits)]
 
 
 def part_of(name, problem, device, tensors, launches):
@@ -70,26 +76,27 @@ def difference(got, want) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
-def sweep(mask: str):
-    """Yields a row for every part and candidate under a mask."""
+def sweep(mask: str, parts: Sequence[str], candidates: Sequence[tuple]):
+    """Yields a row for every part and candidate (of `shapes`) under a mask."""
     from triton import TritonError
 
     from bench.torch_stack import Stack
     from torch_impl.kernels import flashmask
     from torch_impl.kernels import triton_support as support
+    from torch_impl.kernels.walks import Launch
 
     stack = Stack()
-    problem = AttentionProblem(mask_suite(mask, SEQLEN.value), 1, Q_HEADS.value, KV_HEADS.value, HEAD_DIM.value,
-                               DTYPE.value)
+    whole = mask_suite(mask, options.tokens(SEQLEN.value))
+    problem = AttentionProblem(whole, 1, Q_HEADS.value, KV_HEADS.value, HEAD_DIM.value, DTYPE.value)
     q, k, v, dout = stack.random(problem)
     default = flashmask.launches_for(problem.head_dim, q.dtype, support.arch(q.device))
     operands = flashmask.prepare(problem, q.device, launches=default)
     out, lse = flashmask.forward(q, k, v, operands, problem.scale)
     tensors = q, k, v, dout, lse, support.row_delta(out, dout)
-    for part in PARTS.value:
+    for part in parts:
         want = [x.clone() for x in part_of(part, problem, q.device, tensors, default)()]
-        for launch in candidates():
-            row = {"mask": mask, "part": part, "seq_len": SEQLEN.value, "head_dim": problem.head_dim,
+        for launch in itertools.starmap(Launch, candidates):
+            row = {"mask": mask, "part": part, "seq_len": q.shape[1], "head_dim": problem.head_dim,
                    "rows": launch.rows, "cols": launch.cols, "warps": launch.warps, "stages": launch.stages,
                    "registers": launch.registers}
             try:
@@ -114,15 +121,22 @@ def replaced(launches, part: str, launch):
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        masks = options.choose("masks", MASKS.value, tuple(STATIC_MASKS))
+        parts, candidates = options.choose("parts", PARTS.value, tuple(PRODUCTS)), shapes()
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("flashmask is tuned on a CUDA GPU, and there is none")
+        print("flashmask is tuned on a CUDA GPU, and there is none", file=sys.stderr)
+        return 2
     path = Path(OUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     with path.open("a") as file:
-        for row in itertools.chain.from_iterable(map(sweep, MASKS.value)):
+        for row in itertools.chain.from_iterable(sweep(mask, parts, candidates) for mask in masks):
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows.append(row)
@@ -133,6 +147,7 @@ def main(argv):
             table.add_row(r["mask"], r["part"], f"{r['rows']}x{r['cols']}", *(str(r[n]) for n in (
                 "warps", "stages", "registers")), f"{1e3 * r['seconds']:.3f}", f"{r['tflops']:.0f}")
     Console().print(table)
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ Of a row that several files hold the last file's counts: name earlier runs first
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import app
 from rich.console import Console
 
-from bench import records
+from bench import options, records
 from bench.report.write import write_report
 
-FOLDER = flags.DEFINE_string("folder", "", "Where the report goes; the first file's folder when empty.")
+FOLDER = options.define_folder("", "Where the report goes; the first file's folder when empty.")
 
 
 def main(argv):

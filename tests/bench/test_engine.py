@@ -162,7 +162,8 @@ def test_what_cannot_run_says_why(tmp_path):
 @pytest.mark.parametrize("flag, said", [
     ("--kernels=nonesuch", "--kernels: 'nonesuch'"), ("--masks=causl", "--masks: 'causl'"),
     ("--stack=numpy", "--stack: 'numpy'"), ("--seqlens=8Q", "--seqlens: '8Q'"), ("--passes=both", "--passes: 'both'"),
-    ("--kv_heads=3", "--kv_heads: 3"), ("--documents=web", "documents: 'web'"),
+    ("--kv_heads=3", "--kv_heads must divide --q_heads"), ("--documents=web", "--documents: 'web'"),
+    ("--density=0", "--density: 0"), ("--masks=", "--masks must not be empty"),
     ("--documents=3+4", "--documents: 3+4 sums to 7"), ("--dtype=int8", "dtype"),
     ("--longest=nonesuch:8K", "--longest: 'nonesuch'"), ("--longest=naive:8Q", "--longest: '8Q'"),
     ("--long_share=2", "long_share")])

@@ -22,3 +22,40 @@ def test_every_float_flag_is_one_of_these():
     """All go through `options.define_float`, which alone calls absl's."""
     users = [path.name for path in BENCH.rglob("*.py") if "DEFINE_float" in path.read_text()]
     assert users == ["options.py"]
+
+
+def refused(binary, *flags):
+    command = [sys.executable, "-m", f"bench.{binary}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("binary, flags, said", [
+    ("sparse", ["--heads="], "--heads must not be empty"), ("parity", ["--worlds="], "--worlds must not be empty"),
+    ("replay", ["--q_heads=4", "--kv_heads=3"], "--kv_heads must divide --q_heads"),
+    ("replay", ["--link_outer_bandwidth=0"], "--link_outer_bandwidth: 0.0"),
+    ("context_parallel", ["--host=3"], "--host: 3 of 1"),
+    ("context_parallel", ["--hosts=2", "--coordinator=here"], "--coordinator: 'here'"),
+    ("context_parallel", ["--hosts=2", "--worlds=3", "--coordinator=h:1"], "--hosts: 2 does not divide the world 3"),
+    ("peers", ["--against=naive"], "--against: 'naive'"),
+    ("tune_flashmask", ["--tiles=64"], "--tiles: '64'"), ("tune_flashmask", ["--parts=dq"], "--parts: 'dq'"),
+    ("mask_building", ["--seqlen=8Q"], "--seqlen must be a positive number of tokens"),
+])
+def test_bad_values_are_named_by_their_flag(binary, flags, said):
+    assert said in refused(binary, *flags)
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").touch()
+    for binary, name in (("fuzz", ""), ("peers", str(tmp_path)), ("parity", str(tmp_path / "file" / "r.jsonl"))):
+        assert "--out must be a file that can be written" in refused(binary, f"--out={name}")
+    assert "--folder must be a folder that can be written" in refused("quick", f"--folder={tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize("binary, shared", [
+    ("sparse", ["stack", "workers", "deadline"]), ("parity", ["seconds", "deadline"]),
+    ("context_parallel", ["masks", "worlds", "q_heads", "budget"]), ("quick", ["seconds"]), ("compare", ["threshold"])])
+def test_help_shows_every_flag_of_a_binary(binary, shared):
+    done = subprocess.run([sys.executable, "-m", f"bench.{binary}", "--help"], capture_output=True, text=True)
+    assert all(f"--{name}:" in done.stdout for name in shared), done.stdout

@@ -51,7 +51,7 @@ def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
 
 
 VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"], "heads": ["64:8"], "head_dim": 64,
-          "dtype": "bfloat16", "seed": 0}
+          "dtype": "bfloat16", "seed": 0, "against": "torch:fa3"}
 
 
 @pytest.mark.parametrize("flag, value, said", [
