@@ -101,7 +101,7 @@ def check_hosts(values: flags.FlagValues) -> None:
 
 
 def request_of(values: flags.FlagValues) -> dict[str, Any]:
-    """What every job of the run is told besides its cases; see `context_parallel_worker.Request`."""
+    """What every job of the run is told besides its cases; see `context_parallel_job.Request`."""
     check_hosts(values)
     check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
     traced = [text.split(":") for text in values.trace]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bench import context_parallel_job as base
 from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
@@ -36,7 +37,7 @@ from bench.timing import Protocol
 from jax_impl import context_parallel as cp
 from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
-from jax_impl.context_parallel.plan import default_kernel
+from jax_impl.context_parallel.plan import alike, default_kernel, place
 from jax_impl.hlo import collective_bytes
 from jax_impl.kernels import stack
 from workload.problem import PASSES, AttentionProblem
@@ -49,7 +50,7 @@ THREADS = 16  # that compile
 _lowering = threading.Lock()  # Python's work: one program after the other is faster than many at a time
 
 
-class Ready(worker.Ready):
+class Ready(base.Ready):
     """See the base class."""
 
     def __init__(self, job: "Job", plan, programs, tensors: Sequence[jax.Array]):
@@ -71,13 +72,13 @@ class Ready(worker.Ready):
 
     def results(self) -> dict[str, jax.Array]:
         (out, _), _ = self.run("forward")
-        return jax.block_until_ready(dict(zip(worker.RESULTS, (out, *self.run("backward")), strict=True)))
+        return jax.block_until_ready(dict(zip(base.RESULTS, (out, *self.run("backward")), strict=True)))
 
     def same(self, a, b) -> bool:
         return all(np.array_equal(_here(a[name]), _here(b[name])) for name in a)
 
     def whole(self, results):
-        return {name: np.asarray(cp.unshard(x, self.plan, worker.SIDES[name]).addressable_data(0))
+        return {name: np.asarray(cp.unshard(x, self.plan, base.SIDES[name]).addressable_data(0))
                 for name, x in results.items()}
 
     def moved(self, which: str) -> dict[str, int]:
@@ -93,7 +94,7 @@ class Ready(worker.Ready):
         options.python_tracer_level = 0
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options):
-                self.job.seconds(functools.partial(self.run, which), worker.TRACED_CALLS)
+                self.job.seconds(functools.partial(self.run, which), base.TRACED_CALLS)
             return json.loads(gzip.open(next(Path(folder).rglob("*.trace.json.gz"))).read())
 
     def steps(self, which: str, protocol: Protocol) -> list[float]:
@@ -105,12 +106,12 @@ def _here(x: jax.Array) -> np.ndarray:
     return np.stack([np.asarray(part.data) for part in x.addressable_shards])
 
 
-class Job(worker.Job):
+class Job(base.Job):
     """See the base class."""
 
     timer = "wall time of batches of calls, all devices"
 
-    def __init__(self, request: worker.Request):
+    def __init__(self, request: base.Request):
         super().__init__(request)
         self.stack = Stack()
         self.rank, self.world, self.progress = jax.process_index(), jax.device_count(), launch.Progress()
@@ -127,13 +128,13 @@ class Job(worker.Job):
     def build(self, cases: Sequence[tuple[Case, int]]) -> None:
         began = time.perf_counter()
         plans = [(case.key, there, self._threads.submit(self._on_host, there))
-                 for case, length in cases for there in [worker.at_length(case, length)]]
+                 for case, length in cases for there in [base.at_length(case, length)]]
         concurrent.futures.wait(future for _, _, future in plans)
         made = {(key, there.spec.seq_len): future.result() for key, there, future in plans if not future.exception()}
         own = {(case.key, case.spec.seq_len) for case, length in cases if not length}
         for timed in (False, True):  # others fail again at their turn; what is only checked may cost a kernel more
             some = {key: plan for key, plan in made.items() if (key in own) == timed}
-            self._plans.update(zip(some, cp.alike(list(some.values()), fixed=timed), strict=True))
+            self._plans.update(zip(some, alike(list(some.values()), fixed=timed), strict=True))
         futures = [future for size in self.request.links for future in self._link_programs(size)[0].values()]
         futures += [self._passes(plan) for plan in self._plans.values()]
         if self.rank == 0 and self.request.timed:
@@ -157,7 +158,7 @@ class Job(worker.Job):
     def _passes(self, plan) -> Future:
         """Both passes, compiled for all plans of equal static parts and shapes."""
         def work(plan=plan):
-            plan = cp.place(plan)
+            plan = place(plan)
             q, k, dout = (_like(plan, side) for side in ("q", "kv", "q"))
             first = _compile(_forward, plan, q, k, k)
             saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
@@ -172,13 +173,13 @@ class Job(worker.Job):
     def ready(self, case: Case, schedule: Schedule, arrays: dict[str, np.ndarray] | None = None) -> Ready | None:
         length = schedule.problem.kv_len
         held = self._plans.get((case.key, length))
-        plan = self._on_host(worker.at_length(case, length)) if held is None else held
-        programs, plan = self._passes(plan).result(), cp.place(plan)
+        plan = self._on_host(base.at_length(case, length)) if held is None else held
+        programs, plan = self._passes(plan).result(), place(plan)
         if arrays is None:
             tensors = [_draw(like.shape, str(like.dtype), like.sharding)(n)
                        for n, like in enumerate(_like(plan, side) for side in ("q", "kv", "kv", "q"))]
         else:
-            tensors = [cp.shard(_stored(x), plan, worker.SIDES[name]) for name, x in arrays.items()]
+            tensors = [cp.shard(_stored(x), plan, base.SIDES[name]) for name, x in arrays.items()]
         return Ready(self, plan, programs, tensors)
 
     def default_kernel(self, problem: AttentionProblem) -> str:
@@ -204,10 +205,10 @@ class Job(worker.Job):
         return time.perf_counter() - began
 
     def single(self, spec: ProblemSpec, kernel: str, which: str) -> float | None:
-        problem = worker.problem_of(spec)
+        problem = base.problem_of(spec)
         try:
             programs = self._alone(spec, kernel).result()
-        except worker.Agreed:
+        except base.Agreed:
             return None
         with jax.default_device(jax.local_devices()[0]):
             operands = jax.tree.map(jnp.asarray, self._operands_alone[spec.label, kernel])
@@ -223,7 +224,7 @@ class Job(worker.Job):
 
     def _build_alone(self, cases: Sequence[Case]) -> list[Future]:
         """The programs of `single` for the cases' problems."""
-        wanted = {(case.spec.label, case.kernel or self.default_kernel(worker.problem_of(case.spec))): case.spec
+        wanted = {(case.spec.label, case.kernel or self.default_kernel(base.problem_of(case.spec))): case.spec
                   for case in cases}
         made = [(key, self._threads.submit(self._operands, spec, key[1])) for key, spec in wanted.items()]
         concurrent.futures.wait(future for _, future in made)
@@ -233,12 +234,12 @@ class Job(worker.Job):
 
     def _operands(self, spec: ProblemSpec, kernel: str):
         """A kernel's operands of a whole problem, on the host."""
-        made = kernels.get(kernel).prepare(worker.problem_of(spec), jax.local_devices(backend="cpu")[0])
+        made = kernels.get(kernel).prepare(base.problem_of(spec), jax.local_devices(backend="cpu")[0])
         return jax.tree.map(np.asarray, made)
 
     def _alone(self, spec: ProblemSpec, name: str) -> Future:
         """Both passes of a kernel on a whole problem on this process's first device, for all operands of its shapes."""
-        problem, kernel, device = worker.problem_of(spec), kernels.get(name), jax.local_devices()[0]
+        problem, kernel, device = base.problem_of(spec), kernels.get(name), jax.local_devices()[0]
         key = spec.label, name
         if key not in self._operands_alone:
             self._operands_alone[key] = self._operands(spec, name)
@@ -306,7 +307,7 @@ def _compile(function: Callable, *arguments):
     if used is not None and all(limits):
         need = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
         if need > min(limits):
-            raise worker.Agreed("out_of_memory", f"the program needs {need} bytes a device, which has {min(limits)}")
+            raise base.Agreed("out_of_memory", f"the program needs {need} bytes a device, which has {min(limits)}")
     return compiled
 
 
@@ -332,7 +333,7 @@ def _stored(x: np.ndarray) -> np.ndarray:
     return x.view(jnp.bfloat16) if x.dtype == np.uint16 else x
 
 
-def main(request: worker.Request, out: str) -> None:
+def main(request: base.Request, out: str) -> None:
     """Joins the job that a launcher started, if one did, and runs it."""
     place = launch.detect()
     with contextlib.nullcontext() if place is None else launch.join(place, timeout_s=request.deadline):
@@ -340,4 +341,4 @@ def main(request: worker.Request, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(worker.read_request(sys.argv[1]), sys.argv[2])
+    main(base.read_request(sys.argv[1]), sys.argv[2])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench import context_parallel_job as base
 from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
@@ -32,7 +33,7 @@ from workload.schedule import Schedule
 AHEAD_CYCLES = 6_000_000  # about 3 ms: longer than a host needs to enqueue a pass
 
 
-class Ready(worker.Ready):
+class Ready(base.Ready):
     """See the base class."""
 
     def __init__(self, job: "Job", plan, schedule: Schedule, tensors: Sequence[torch.Tensor]):
@@ -51,7 +52,7 @@ class Ready(worker.Ready):
 
     def results(self) -> dict[str, torch.Tensor]:
         (out, _), _ = self.run("forward")
-        found = dict(zip(worker.RESULTS, (out, *self.run("backward")), strict=True))
+        found = dict(zip(base.RESULTS, (out, *self.run("backward")), strict=True))
         self.job.stack.finish()
         return found
 
@@ -59,7 +60,7 @@ class Ready(worker.Ready):
         return all(torch.equal(a[name], b[name]) for name in a)
 
     def whole(self, results):
-        return {name: context_parallel.unshard(x, self.plan, worker.SIDES[name]) for name, x in results.items()}
+        return {name: context_parallel.unshard(x, self.plan, base.SIDES[name]) for name, x in results.items()}
 
     def moved(self, which: str) -> dict[str, int]:
         mesh = self.plan.local.mesh
@@ -79,7 +80,7 @@ class Ready(worker.Ready):
         kinds = [ProfilerActivity.CUDA] if self.job.stack.on_gpu else [ProfilerActivity.CPU]
         with tempfile.TemporaryDirectory() as folder:
             with profile(activities=kinds) as seen:
-                for _ in range(worker.TRACED_CALLS):
+                for _ in range(base.TRACED_CALLS):
                     self.run(which)
                 self.job.stack.finish()
             seen.export_chrome_trace(f"{folder}/trace.json")
@@ -111,10 +112,10 @@ class Ready(worker.Ready):
         return seconds
 
 
-class Job(worker.Job):
+class Job(base.Job):
     """See the base class; `control` is a gloo group for what is agreed on the host."""
 
-    def __init__(self, request: worker.Request, place: launch.Place):
+    def __init__(self, request: base.Request, place: launch.Place):
         super().__init__(request)
         self.stack = Stack()
         self.device = torch.device("cuda", place.local_rank) if self.stack.on_gpu else torch.device("cpu")
@@ -142,7 +143,7 @@ class Job(worker.Job):
             signature = plan.local.signature
             tensors = draw(schedule.problem, signature.q_length, signature.kv_length, self.device, self.rank)
         else:
-            tensors = [context_parallel.shard(self.stack.put(x), plan, worker.SIDES[n]) for n, x in arrays.items()]
+            tensors = [context_parallel.shard(self.stack.put(x), plan, base.SIDES[n]) for n, x in arrays.items()]
         return Ready(self, plan, schedule, tensors)
 
     def default_kernel(self, problem: AttentionProblem) -> str:
@@ -177,7 +178,7 @@ class Job(worker.Job):
 
     def single(self, spec: ProblemSpec, kernel: str, which: str) -> float | None:
         try:
-            return self._single(worker.problem_of(spec), kernels.get(kernel), which)
+            return self._single(base.problem_of(spec), kernels.get(kernel), which)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None
@@ -211,7 +212,7 @@ def draw(problem: AttentionProblem, rows: int, keys: int, device, seed: int) -> 
             for size in sizes]
 
 
-def main(request: worker.Request, out: str) -> None:
+def main(request: base.Request, out: str) -> None:
     """Joins the job that a launcher started (or is one of its own), and runs it."""
     place = launch.detect() or launch.Place(0, 1, 0, 1, "127.0.0.1:29500")
     with launch.join(place, timeout_s=request.deadline):
@@ -219,4 +220,4 @@ def main(request: worker.Request, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(worker.read_request(sys.argv[1]), sys.argv[2])
+    main(base.read_request(sys.argv[1]), sys.argv[2])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jax_impl import context_parallel as cp
+from jax_impl.context_parallel.plan import alike
 from jax_impl.kernels import hopper_kernel
 from workload.problem import AttentionProblem
 from workload.schedule import make_schedule
@@ -34,7 +35,7 @@ def shapes(plan):
 
 def test_plans_alike_are_equal_in_shape_and_hold_what_they_held(plan):
     plans = [plan(name) for name in ("causal", "causal_document", "full_document", "shared_question")]
-    found = cp.alike(plans)
+    found = alike(plans)
     assert shapes(plans[0]) != shapes(plans[1])
     assert shapes(found[0]) == shapes(found[1]) == shapes(found[2]) != shapes(found[3])  # two intervals a row
     for before, after in zip(plans, found, strict=True):
