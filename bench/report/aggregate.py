@@ -7,6 +7,7 @@ from typing import Any
 from workload.suite import ALL_BUILDERS
 
 Row = dict[str, Any]
+FAIR = 0.25
 
 
 def attention_rows(rows: Iterable[Row]) -> list[Row]:
@@ -127,18 +128,26 @@ def worst(shares: Iterable[tuple[float, str]]) -> tuple[float, str]:
 
 
 def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:
-    """The (pass, length, shape, dtype) settings that have rows; those with most timed rows first, forward first.
+    """The (pass, length, shape, dtype) settings that have rows; richest shape and telling length first, forward first.
 
-    Shapes are ordered by their length with most rows.
+    A shape's telling length is its longest with a fair share of the rows that its richest has: short ones say little.
     """
-    rows: dict[tuple, int] = {}
+    rows: dict[tuple, dict[int, int]] = {}
     for e in found:
-        rows[e.setting[1:]] = rows.get(e.setting[1:], 0) + bool(e.rate)
-    most: dict[tuple, int] = {}
-    for setting, count in rows.items():
-        most[setting[1:]] = max(most.get(setting[1:], 0), count)
+        lengths = rows.setdefault((e.shape, e.dtype), {})
+        lengths[e.seq_len] = lengths.get(e.seq_len, 0) + bool(e.rate)
+    first = {shape: telling(lengths) for shape, lengths in rows.items()}
     return sorted({e.setting for e in found}, key=lambda s: (
-        -most[s[2:]], s[2:], -rows[s[1:]], -s[1], s[0] != "forward"))
+        -max(rows[s[2:]].values()), s[2:], s[1] != first[s[2:]], s[1], s[0] != "forward"))
+
+
+def telling(counts: dict[int, int]) -> int:
+    """The longest length with at least `FAIR` of the largest count.
+
+    >>> telling({1024: 100, 8192: 30, 32768: 4})
+    8192
+    """
+    return max(length for length, count in counts.items() if count >= FAIR * max(counts.values()))
 
 
 def compared(rows: Iterable[Row]) -> list[Entry]:

@@ -152,32 +152,46 @@ def _best(found: Sequence[Entry]) -> str:
 
 
 def _rates(found) -> str:
-    """A table a setting, the passes side by side; of each shape the length with most rows is open, others folded."""
+    """A table a setting, the passes side by side; a shape's telling length is open, its others are folded.
+
+    Settings of a single mask stand in one table a pass.
+    """
     unit, name = aggregate.unit_of(found)
     shapes: dict[tuple, dict[int, list[str]]] = {}
-    sizes: dict[tuple, int] = {}
+    single: dict[str, list[tuple[str, dict[str, Entry]]]] = {}
     for setting in aggregate.settings(found):
         masks, columns, cells = aggregate.pivot(found, setting)
         shown = [c for c in columns if any((m, c) in cells and cells[m, c].status != "unsupported" for m in masks)]
-        top = max((e.rate for e in cells.values() if e.rate), default=0.0)
-        if shown:
-            body = [[mask, *(_rate_cell(cells.get((mask, c)), unit, top) for c in shown)] for mask in masks]
-            head = ["mask", *(c.replace(" ", "|") for c in shown)]
-            shape, length = setting[2:], setting[1]
-            text = f"<div><h3>{esc(tables.heading(setting))}: {name}</h3>{table(head, body)}</div>"
-            shapes.setdefault(shape, {}).setdefault(length, []).append(text)
-            sizes[shape, length] = sizes.get((shape, length), 0) + sum(bool(e.rate) for e in cells.values())
+        if shown and len(masks) == 1:
+            label = f"{masks[0]}, {tables.heading(setting).partition(', ')[2]}"
+            single.setdefault(setting[0], []).append((label, {c: cells[masks[0], c] for c in columns}))
+        elif shown:
+            lines = [(mask, {c: cells[mask, c] for c in shown if (mask, c) in cells}) for mask in masks]
+            text = _rate_table(f"{tables.heading(setting)}: {name}", "mask", lines, shown, unit)
+            shapes.setdefault(setting[2:], {}).setdefault(setting[1], []).append(text)
     note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
             "supported; ! marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
     parts = []
-    for shape, by_length in shapes.items():
-        most = max(by_length, key=lambda n: (sizes[shape, n], n))
-        parts.append(f'<div class="pair">{"".join(by_length.pop(most))}</div>')
-        rest = "".join(f'<div class="pair">{"".join(texts)}</div>' for _, texts in sorted(by_length.items()))
-        if rest:
-            lengths = ", ".join(f"{n:,}" for n in sorted(by_length))
+    for shape, (opened, *folded) in ((shape, list(by_length.items())) for shape, by_length in shapes.items()):
+        parts.append(f'<div class="pair">{"".join(opened[1])}</div>')
+        if folded:
+            rest = "".join(f'<div class="pair">{"".join(texts)}</div>' for _, texts in folded)
+            lengths = ", ".join(f"{n:,}" for n, _ in folded)
             parts.append(f"<details><summary>{esc(' '.join(shape))}: {lengths} tokens</summary>{rest}</details>")
-    return note + "".join(parts) if parts else ""
+    tabled = [
+        _rate_table(f"{which}: {name}", "setting", lines, list(dict.fromkeys(c for _, row in lines for c in row)), unit)
+        for which, lines in single.items()]
+    parts.append("".join(tabled))
+    return note + "".join(parts) if shapes or single else ""
+
+
+def _rate_table(title: str, first: str, lines: Sequence[tuple[str, dict[str, Entry]]], columns: Sequence[str],
+                unit: float) -> str:
+    """(label, entry by column) lines as a table under a title."""
+    top = max((e.rate for _, row in lines for e in row.values() if e.rate), default=0.0)
+    body = [[label, *(_rate_cell(row.get(c), unit, top) for c in columns)] for label, row in lines]
+    head = [first, *(c.replace(" ", "|") for c in columns)]
+    return f"<div><h3>{esc(title)}</h3>{table(head, body)}</div>"
 
 
 def _rate_cell(entry: Entry | None, unit: float, top: float) -> str:
@@ -246,7 +260,8 @@ def _capability(found) -> str:
         body.append(line)
     reasons = [[k, s, f'<td class="text">{esc(w)}</td>', f'<td class="text">{esc(r)}</td>']
                for k, s, w, r in tables.unavailable(found)]
-    why = "<h3>Why not</h3>" + table(["kernel", "stack", "does not run", "because"], reasons) if reasons else ""
+    why = f"<details><summary>Why not: {len(reasons)} reasons</summary>" + table(
+        ["kernel", "stack", "does not run", "because"], reasons) + "</details>" if reasons else ""
     return ('<p class="soft">F: the forward pass is right here, B: the backward pass; &ndash;: refused, for a reason '
             'told below.</p>'
             + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why)

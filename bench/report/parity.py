@@ -98,8 +98,9 @@ def _names(found: Sequence[aggregate.Entry]) -> str:
             pairs.setdefault(setting, {})[kernel, mask, which] = rate / other
     if not pairs:
         return ""
-    setting = max(pairs, key=lambda s: (len(pairs[s]), s[0]))
-    length, shape, dtype = setting
+    _, shape, dtype = max(pairs, key=lambda s: len(pairs[s]))
+    length = aggregate.telling({s[0]: len(found) for s, found in pairs.items() if s[1:] == (shape, dtype)})
+    setting = length, shape, dtype
     here = pairs[setting]
     masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask, _ in here)]
     body = [[kernel, *(_both(here, kernel, mask) for mask in masks)] for kernel in dict.fromkeys(k for k, *_ in here)]

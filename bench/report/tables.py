@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -66,7 +67,8 @@ def unavailable(found: Sequence[Entry]) -> list[tuple[str, str, str, str]]:
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in found:
         if entry.status != "ok":
-            reason = f"{entry.status}: {entry.reason}".replace(f"mask {entry.mask}", "these masks")
+            told = re.sub(r"^measured \S+ s: ", "", entry.reason)  # equal reasons, whatever the figure
+            reason = f"{entry.status}: {told}".replace(f"mask {entry.mask}", "these masks")
             groups.setdefault((entry.kernel, entry.stack, reason), []).append(entry)
     lines = []
     for (kernel, stack, reason), group in groups.items():
