@@ -6,6 +6,7 @@ from typing import Any
 from bench.report import page, tables
 
 Row = dict[str, Any]
+STEADY = 0.1
 
 
 def rows_of(rows: Sequence[Row]) -> list[Row]:
@@ -40,8 +41,8 @@ def section(rows: Sequence[Row]) -> str:
     if not parts:
         return ""
     note = ("<p class='soft'>All contenders of a row ran in turns in one process, each behind a warm-up of its own. In "
-            "brackets the ratio to the contender that the row is measured against; point at a cell for the spread of "
-            "the rounds, or for why a contender did not run.</p>")
+            "brackets the ratio to the contender that the row is measured against, behind ± the spread of the rounds "
+            f"where it is above {STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
     return f'{note}<div class="pair">{"".join(parts)}</div>'
 
 
@@ -54,7 +55,11 @@ def _cell(row: Row, name: str, top: float) -> str:
     ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) and name != row["against"] else ""
     told = f"spread of the rounds {row['spread'][name]:.0%}, against {row['against']}"
     return (f'<td style="background: rgba(var(--heat), {0.75 * rate / top:.2f})" title="{page.esc(told)}">'
-            f"{tables.number(rate)}{ratio}</td>")
+            f"{tables.number(rate)}{ratio}{_unsteady(row, name)}</td>")
+
+
+def _unsteady(row: Row, name: str) -> str:
+    return f" ±{row['spread'][name]:.0%}" if row["spread"][name] > STEADY else ""
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -71,4 +76,5 @@ def _text(row: Row, name: str) -> str:
     rate = row["tflops"].get(name)
     if rate is None:
         return "–"
-    return tables.number(rate) + (f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) else "")
+    ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) else ""
+    return f"{tables.number(rate)}{ratio}{_unsteady(row, name)}"
