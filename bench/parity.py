@@ -82,13 +82,13 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     """All rows of the record file, and how many cells are left. ValueError names the flag that is wrong."""
     cells_of(values, gpus=0)  # bad values are named before anything starts
     with contextlib.ExitStack() as held:
+        out = Path(values.out)
+        writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
         first = held.enter_context(engine.Workers())
         first.start(STACKS, values.deadline)
         gpus = engine.gpus(first, values.deadline)
         of_kernels, of_schemes = cells_of(values, gpus)
         todo = {cell.key for cell in of_kernels} | {cell.key for cell in of_schemes}
-        out = Path(values.out)
-        writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
         left = len(todo - writer.keys)
         console.print(f"{len(todo)} cells, {len(todo) - left} of them done; records: {out}")
         rows = Rows(writer, left, console, values.seconds or math.inf)

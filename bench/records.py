@@ -51,14 +51,20 @@ def _restored(value):
 
 
 class Writer:
-    """Appends rows to a file; each is on disk when `write` returns. Refuses a key that it has."""
+    """Appends rows to a file; each is on disk when `write` returns. Refuses a key that it has.
+
+    Raises ValueError naming the file where it cannot be written or holds what is no record.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.keys = {row["key"] for row in read(self.path)}
-        _cut_torn_line(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.keys = {row["key"] for row in read(self.path)}
+            _cut_torn_line(self.path)
+            self._file = open(self.path, "a", encoding="utf-8")
+        except OSError as problem:
+            raise ValueError(f"{self.path}: {problem.strerror}") from problem
 
     def write(self, row: dict[str, Any]) -> None:
         """Adds one row. Raises ValueError where it is no record or its key is taken."""

@@ -193,7 +193,7 @@ class Replay:
     def __init__(self, settings: Settings, workers: engine.Workers, writer: records.Writer):
         self.settings, self.workers, self.writer = settings, workers, writer
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
-            row["key"]: row for row in records.read(writer.path) if row["status"] == "ok" and row["case"]["world"] == 1}
+            row["key"]: row for row in records.select(records.read(writer.path), kind=self.kind, status="ok", world=1)}
         self._checked: dict[tuple, Any] = {}
 
     def run(self, cases: Sequence[cp.Case]) -> None:

@@ -56,3 +56,10 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     path.write_text(json.dumps(row("a")) + "\n{\n" + json.dumps(row("b")) + "\n")
     with pytest.raises(ValueError, match="r.jsonl:2"):
         records.read(path)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "r.jsonl"):
+        with pytest.raises(ValueError, match=str(path)):
+            records.Writer(path)

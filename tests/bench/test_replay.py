@@ -100,6 +100,15 @@ def test_rows_tell_efficiency_and_a_refused_grid(tmp_path):
     assert rows["usp"]["status"] == "unsupported" and "ulysses" in rows["usp"]["reason"]
 
 
+def test_rows_of_other_binaries_are_left_alone(tmp_path):
+    """A file may hold several kinds of rows; only a replay's own T1 is not measured again."""
+    settings = replay.Settings(tmp_path / "rows.jsonl", True, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links())
+    with open_records(Options(settings.out, True)) as writer:
+        for kind, case in (("attention", {}), ("replay", {"world": 1}), ("replay_estimate", {"world": 1})):
+            writer.write({"key": kind, "kind": kind, "case": case, "status": "ok", "reason": "", "environment": {}})
+        assert list(replay.Replay(settings, Workers(), writer)._found) == ["replay"]
+
+
 def test_slowest_rank_of_each_step_counts():
     case = case_of("jax", "ring", "causal_document", 3, "zigzag", {})
     schedule = case.schedule()

@@ -75,17 +75,6 @@ def computed(x: torch.Tensor) -> torch.Tensor:
     return describable(x.float() if interpreted() and x.dtype == torch.bfloat16 else x)
 
 
-def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
-    """(q * sign, scale', sign) with scale' > 0 and the same logits, for kernels that take row maxima before scaling.
-
-    dq of the result times sign is dq of q.
-    """
-    if scale > 0:
-        return q, scale, 1.0
-    sign = -1.0 if scale < 0 else 0.0
-    return q * sign, abs(scale) or 1.0, sign
-
-
 def heads_per_section(heads: int, bytes_per_head: int) -> int:
     """The most heads, a divisor of `heads`, whose operands stay in L2 together; one at least."""
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * bytes_per_head <= L2_BUDGET))
