@@ -53,7 +53,8 @@ class _Pattern:
 
     def __call__(self, b, h, i, j, q_values, kv_values):
         p = i + self.offset
-        return (p >= 0) & self.seen(p, j, q_values, kv_values)
+        seen = self.seen(p, j, q_values, kv_values)
+        return seen if self.offset >= 0 else (p >= 0) & seen
 
     def seen(self, p, j, q_values, kv_values):
         """Whether the query at key position p sees key j."""
@@ -226,8 +227,12 @@ class Traced(Policy):
         return head.batch, head.q, rows, columns, row_values, column_values
 
     def seen(self, state, head, place):
-        inside = place.index(1) < self.n_columns
-        return inside if self.mask_mod is None else inside & self.mask_mod(*self._elements(head, place, state))
+        tests = []  # whole tiles hold no columns beyond the last
+        if self.n_columns % self.column_tokens or self.mask_mod is None:
+            tests.append(place.index(1) < self.n_columns)
+        if self.mask_mod is not None:
+            tests.append(self.mask_mod(*self._elements(head, place, state)))
+        return functools.reduce(jnp.logical_and, tests)
 
     def scores(self, s, head, place):
         return self.score_mod(s, *self._elements(head, place))
@@ -314,7 +319,10 @@ def prepare(
         )
         return Traced(base, *padded, used.mask_mod, used.score_mod, lengths[1], rows, columns, transposed)
 
-    tiles = tiles or hopper_kernel.default_tiles(problem)
+    if tiles is None:
+        tiles = hopper_kernel.default_tiles(problem)
+        if used.kv_arrays:  # a tile's key values take the registers that queries would
+            tiles = dataclasses.replace(tiles, forward=dataclasses.replace(tiles.forward, q_registers=False))
     return hopper_kernel.build(
         functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
     )

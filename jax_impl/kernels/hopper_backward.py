@@ -3,8 +3,9 @@
 A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
 their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
 memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
-(FlashAttention-3's backward, Shah et al., 2024, appendix B.1). Without dq the same kernel is the deterministic one:
-nothing is added in an order of chance, and hopper_dq.py computes dq on its own.
+(FlashAttention-3's backward, Shah et al., 2024, appendix B.1). lse and delta are added to the logits and their
+gradients by the tensor cores (`_statistics`). Without dq the same kernel is the deterministic one: nothing is added in
+an order of chance, and hopper_dq.py computes dq on its own.
 """
 
 import dataclasses
@@ -45,7 +46,6 @@ class BackwardTiles:
     registers: tuple[int, int] = (240, 24)
     side: int | None = None
     split: int = 1
-    early: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -347,7 +347,7 @@ class _Consumer:
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        p, ds = pl.run_scoped(functools.partial(self._gradient, dv_ref, masked, slot, head), tile, tile)
+        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, head), tile, tile)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
             half = lax.rem(step, jnp.int32(2))
@@ -356,15 +356,13 @@ class _Consumer:
             plgpu.commit_smem()
 
         def products(*dq_ref):
-            if not kernel.tiles.early:
-                plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+            plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
             if kernel.with_dq:
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
-            plgpu.wgmma_wait(2 if kernel.with_dq and kernel.tiles.early else 1)
+            plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
             if kernel.with_dq:
-                plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(s.ds_ready)
                 self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
             plgpu.wgmma_wait(0)
@@ -376,8 +374,8 @@ class _Consumer:
         pl.run_scoped(products, plgpu.ACC(kernel.part, jnp.float32))
         return here
 
-    def _gradient(self, dv_ref, masked: bool, slot, head, s_ref, dp_ref):
-        """Probabilities and gradients of the logits, float32 [keys, queries]."""
+    def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
+        """Probabilities and gradients of the logits, [keys, queries], in the operands' dtype."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         statistics = s.statistics_s.at[slot].transpose((1, 0))
         plgpu.barrier_wait(s.q_ready.at[slot])
@@ -401,15 +399,10 @@ class _Consumer:
             p = jnp.exp2(logits * (kernel.scale * LOG2E))
         if masked:
             p = jnp.where(policy.seen(rows, head, place), p, 0.0)
-        p16 = p.astype(kernel.dtype)
-        if kernel.tiles.early:
-            plgpu.wgmma(dv_ref, p16, s.do_s.at[slot])
-            ds = p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-        else:
-            ds = p * dp_ref[...]
+        ds = p * dp_ref[...]
         if policy.changes_scores:
             ds = policy.score_gradient(scaled, ds, head, place)
-        return p16, ds.astype(kernel.dtype)
+        return p.astype(kernel.dtype), ds.astype(kernel.dtype)
 
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""

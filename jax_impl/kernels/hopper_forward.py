@@ -1,8 +1,9 @@
-"""The forward pass on Hopper: wgmma, TMA, a producer and ping-pong consumer warpgroups, any mask policy.
+"""The forward pass on Hopper: wgmma, TMA, a producer and two consumer warpgroups, any mask policy.
 
-FlashAttention-3's schedule (Shah et al., 2024, sections 3.1 and 3.2): the logits of step n are issued together with the
-product of step n - 1, so that a warpgroup's softmax runs while the tensor cores work on its own previous step, and two
-warpgroups take turns at issuing. Written for Pallas Mosaic GPU.
+FlashAttention-3's schedule (Shah et al., 2024, section 3.2): the logits of step n are issued together with the product
+of step n - 1, so that a warpgroup's softmax runs while the tensor cores work on its own previous step. A thread block
+takes several items, row tiles of a head, one after the other; the loads of the next run under the products of the last.
+Written for Pallas Mosaic GPU.
 """
 
 import dataclasses
@@ -12,10 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
@@ -33,8 +31,10 @@ class ForwardTiles:
       columns: keys of a tile.
       stages: depth of the key and value rings.
       registers: of a consumer and of the producer thread; (consumers, 1) weighted sum at most 512.
-      turns: whether two consumers take turns at issuing products.
       l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
+      q_registers: whether consumers hold their queries in registers, which halves what a product of logits reads.
+      items: row tiles of a thread block, at least, where there are enough of them for all processors.
+      processors: of the GPU.
     """
 
     rows: int = 64
@@ -42,9 +42,8 @@ class ForwardTiles:
     columns: int = 128
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
-    turns: bool = False
     l2_bytes: int = 24 << 20
-    q_registers: bool = False
+    q_registers: bool = True
     items: int = 8
     processors: int = 132
 
@@ -160,23 +159,6 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         kernel_name="hopper_forward",
     )(q, k, v, *onto, *policy.operands())
     return onto[1][...] if adds else made[0], lse
-
-
-def _named_barrier(instruction: str, following: int):
-    """`bar.sync` or `bar.arrive` on the turn of this one of two warpgroups, or of the following one.
-
-    Mosaic GPU's own barriers live in shared memory and have to be polled; these are the hardware's sixteen, of which
-    Mosaic GPU uses the lowest.
-    """
-
-    @plgpu.inline_mgpu()
-    def issue(_):
-        mine = mgpu_utils.warpgroup_idx(sync=False)
-        turn = arith.remui(arith.addi(mine, mgpu_utils.c(following, mine.type)), mgpu_utils.c(2, mine.type))
-        barrier = arith.addi(turn, mgpu_utils.c(8, mine.type))
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier], f"{instruction} $0, 256;", "r", has_side_effects=True)
-
-    issue()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +327,7 @@ class _Consumer:
     before: jax.Array
     partial: jax.Array
     total: jax.Array
-    q: jax.Array | None = None
+    q: jax.Array | jax.Ref | None = None
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -362,9 +344,8 @@ class _Consumer:
         s, t, dim = self.s, self.tiles, self.kernel.dim
         rows = pl.ds(self.row0, t.rows)
         mask_rows = self.kernel.policy.load_rows(mask_refs, self.head, self.row0, t.rows)
-        if t.q_registers:
-            object.__setattr__(self, "q", plgpu.load(self._q_s, layout=TILE))
-        steps = functools.partial(self._all_steps, mask_rows)
+        q = plgpu.load(self._q_s, layout=TILE) if t.q_registers else self._q_s
+        steps = functools.partial(dataclasses.replace(self, q=q)._all_steps, mask_rows)
         acc, top, weight = pl.run_scoped(steps, plgpu.ACC((t.rows, dim), jnp.float32))
         some = weight > 0
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
@@ -416,14 +397,12 @@ class _Consumer:
         top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
         weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
         p = plgpu.layout_cast(jnp.zeros((t.rows, t.columns), self.kernel.dtype), TILE)
-        pl.when(self.warpgroup == t.consumers - 1)(self._pass_turn)
         first = functools.partial(self._first, mask_rows)
         carry = lax.cond(total > 0, first, lambda carry: carry, (top, weight, p))
         self._release_before()
         masked, unmasked = (functools.partial(self._step, acc_ref, rows) for rows in (mask_rows, None))
         carry = lax.fori_loop(1, self.partial, masked, carry)
         top, weight, p = lax.fori_loop(jnp.maximum(1, self.partial), total, unmasked, carry)
-        pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
 
         @pl.when(total > 0)
         def _():
@@ -436,17 +415,8 @@ class _Consumer:
     def _slot(self, n):
         return lax.rem(self.before + n, jnp.int32(self.tiles.stages))
 
-    def _take_turn(self):
-        if self.tiles.turns:
-            _named_barrier("bar.sync", 0)
-
-    def _pass_turn(self):
-        if self.tiles.turns:
-            _named_barrier("bar.arrive", 1)
-
     def _logits(self, s_ref, n):
-        q = self.q if self.tiles.q_registers else self._q_s
-        plgpu.wgmma(s_ref, q, self.s.k_s.at[self._slot(n)].transpose((1, 0)))
+        plgpu.wgmma(s_ref, self.q, self.s.k_s.at[self._slot(n)].transpose((1, 0)))
 
     def _product(self, acc_ref, p, n):
         plgpu.barrier_wait(self.s.v_ready.at[self._slot(n)])
@@ -470,10 +440,8 @@ class _Consumer:
         plgpu.barrier_wait(s.k_ready.at[self._slot(n)])
 
         def issue(s_ref):
-            self._take_turn()
             self._logits(s_ref, n)
             self._product(acc_ref, p, n - 1)
-            self._pass_turn()
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
         logits = pl.run_scoped(issue, plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32))

@@ -63,28 +63,27 @@ class HopperOperands:
     tiles: Tiles = dataclasses.field(metadata={"static": True})
 
 
-def heads_in_cache(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]:
+def heads_in_work(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]:
     """(kv heads side by side, parts of a group's query heads) of the key-major pass.
 
     Thread blocks that walk the same queries should meet them in the L2 cache: as few kv heads side by side as keep all
-    processors busy, and as many parts as it takes for the queries, douts and dq of the heads in work to fit there (and
-    for a block for every processor).
+    processors busy, two at least, and as many parts as it takes for the queries, douts and dq of the heads in work to
+    fit there, but not less than two query heads a part, unless it takes more for a block a processor.
     By shapes alone, so that ranks, which share one program, agree whatever their masks.
     """
-    tiles = -(-problem.kv_len // row_tokens)
+    tiles, group = -(-problem.kv_len // row_tokens), problem.group
     heads = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0]
-    side = next((n for n in heads if n * tiles >= BUSY), problem.kv_heads)
-    fitting = max(1, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
-    parts = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    side = next((n for n in heads if n > 1 and n * tiles >= BUSY), problem.kv_heads)
+    fitting = max(2, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
     blocks = problem.batch * problem.kv_heads * tiles
-    enough = (n for n in parts if side * problem.group // n <= fitting and n * blocks >= BUSY)
-    return side, next(enough, problem.group)
+    parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= BUSY)
+    return side, next((n for n in parts if group // n <= max(2, fitting // side)), group)
 
 
 def default_tiles(problem: AttentionProblem) -> Tiles:
     """The schedules that measured best (bench/results/NOTES.md)."""
     tiles = BackwardTiles(columns=128 if problem.head_dim == 64 else 64)
-    side, split = heads_in_cache(problem, tiles.row_tokens)
+    side, split = heads_in_work(problem, tiles.row_tokens)
     return Tiles(key_major=dataclasses.replace(tiles, side=side, split=split))
 
 

@@ -14,7 +14,6 @@ changes logits (see flex.py).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -124,78 +123,6 @@ def _in_intervals(state, place: Place) -> jax.Array:
         inside = (column >= place.by_row(start)) & (column < place.by_row(end))
         out = inside if out is None else out | inside
     return out
-
-
-def _ceil_div(a, b: int):
-    return lax.div(a + (b - 1), jnp.int32(b))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Band(Policy):
-    """Row i sees columns i + low .. i + high - 1, clipped to the columns there are; no metadata at all.
-
-    Attributes:
-      low, high: int, or None where unbounded.
-      n_rows, n_columns: true lengths.
-      row_tokens, column_tokens: tile sizes.
-    """
-
-    low: int | None = dataclasses.field(metadata={"static": True})
-    high: int | None = dataclasses.field(metadata={"static": True})
-    n_rows: int = dataclasses.field(metadata={"static": True})
-    n_columns: int = dataclasses.field(metadata={"static": True})
-    row_tokens: int = dataclasses.field(metadata={"static": True})
-    column_tokens: int = dataclasses.field(metadata={"static": True})
-
-    one_walk = True
-
-    def _bounds(self, row):
-        low = jnp.zeros_like(row) if self.low is None else jnp.clip(row + self.low, 0, self.n_columns)
-        high = jnp.full_like(row, self.n_columns) if self.high is None else jnp.clip(row + self.high, 0, self.n_columns)
-        return low, high
-
-    def _range(self, tile):
-        """First tile, first full, last full and last tile (half-open) of this row tile."""
-        row0 = tile * self.row_tokens
-        row1 = jnp.minimum(row0 + self.row_tokens, self.n_rows) - 1
-        (low0, high0), (low1, high1) = self._bounds(row0), self._bounds(row1)
-        n, size = _ceil_div(jnp.int32(self.n_columns), self.column_tokens), jnp.int32(self.column_tokens)
-        last = jnp.minimum(_ceil_div(high1, self.column_tokens), n)
-        first = jnp.minimum(lax.div(low0, size), last)
-        full_first = jnp.clip(_ceil_div(low1, self.column_tokens), first, last)
-        full_last = jnp.clip(lax.div(high0, size), full_first, last)
-        return first, full_first, full_last, last
-
-    def row_tile(self, refs, head, place):
-        """Last rows first: under a causal bound they are the longest."""
-        n = -(-self.n_rows // self.row_tokens)
-        return n - 1 - place if self.low is None else place
-
-    def walk(self, refs, head, tile):
-        first, full_first, full_last, last = self._range(tile)
-        before, partial = full_first - first, (last - first) - (full_last - full_first)
-
-        def column(n):
-            after = jnp.where(n < partial, full_last + n - before, full_first + n - partial)
-            return jnp.where(n < before, first + n, after)
-
-        return Walk(partial, last - first, column)
-
-    def load_rows(self, refs, head, row0, rows):
-        return ()
-
-    def seen(self, state, head, place):
-        column = place.index(1)
-        offset = column - place.index(0)
-        tests = []  # columns are never negative; whole tiles hold none beyond the last
-        if self.n_columns % self.column_tokens or (self.low is None and self.high is None):
-            tests.append(column < self.n_columns)
-        if self.low is not None:
-            tests.append(offset >= self.low)
-        if self.high is not None:
-            tests.append(offset < self.high)
-        return functools.reduce(jnp.logical_and, tests)
 
 
 @jax.tree_util.register_dataclass
