@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.report import page, tables
+from bench.report import aggregate, page, tables
 
 Row = dict[str, Any]
 STEADY = 0.1
@@ -27,6 +27,22 @@ def settings(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["tflops"]))
+
+
+def entries(rows: Sequence[Row]) -> list[aggregate.Entry]:
+    """The contenders that ran under half of a setting's masks or more, as entries for a picture."""
+    out = []
+    for several in settings(rows).values():
+        for name in _names(several):
+            ran = [row for row in several if name in row["tflops"]]
+            stack, _, kernel = name.rpartition(":")
+            if 2 * len(ran) >= len(several):
+                out += [aggregate.Entry(
+                    stack, kernel, row["case"]["mask"], row["case"]["pass"], row["case"]["seq_len"],
+                    f"{row['case']['q_heads']}:{row['case']['kv_heads']} heads of {row['case']['head_dim']}",
+                    row["case"]["dtype"], "ok", "", 1, rate=row["tflops"][name] * 1e12,
+                    flags=("unsteady",) if row["spread"][name] > STEADY else ()) for row in ran]
+    return out
 
 
 def section(rows: Sequence[Row]) -> str:

@@ -13,7 +13,9 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tables.terminal(rows, console)
     found = aggregate.entries(rows)
-    for kind, figures in (("heat", pictures.heat_maps(found)), ("curves", pictures.curves(found))):
+    beside = peers.entries(rows)
+    drawn = {"heat": pictures.heat_maps(found), "curves": pictures.curves(found), "peers": pictures.heat_maps(beside)}
+    for kind, figures in drawn.items():
         for number, figure in enumerate(figures.values()):
             pictures.save_png(figure, folder / f"{kind}_{number}.png")
             pictures.plt.close(figure)
@@ -23,7 +25,7 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     target = folder / "report.html"
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
-    beside = ("peers", "Side by side in one process", peers.section(rows))
-    target.write_text(page.build(rows, [beside, agree, parallel]))
+    races = ("peers", "Side by side in one process", peers.section(rows))
+    target.write_text(page.build(rows, [races, agree, parallel]))
     console.print(f"page: {target}")
     return target
