@@ -6,7 +6,7 @@ from typing import Any
 from bench.report import aggregate, page, tables
 
 Row = dict[str, Any]
-STEADY = 0.1
+STEADY = 0.2
 
 
 def rows_of(rows: Sequence[Row]) -> list[Row]:
