@@ -56,8 +56,8 @@ def define() -> None:
     flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")
     flags.DEFINE_bool("inside", False, "PyTorch: also time each step's local work alone and predict the job from it "
                       "and the links.")
-    flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal or ring:causal:zigzag; they run "
-                      "last, and the traces go beside --out.")
+    flags.DEFINE_list("trace", [], "Cases of which a call is traced, as ring:causal or ring:causal:zigzag, in rows of "
+                      "their own after all others; the traces go beside --out.")
     flags.DEFINE_bool("ahead", False, "Let a stack compile while another is timed: on a GPU host with idle cores.")
     options.define_float("budget", 0.0, "No row is begun this many seconds after the start, which the stacks share; "
                          "0: no limit.",
@@ -173,15 +173,18 @@ class Jobs:
 
     def _left(self, cases: Sequence[cp.Case]) -> list[cp.Case]:
         """Cases without a row; those of a scheme at which too many jobs were lost get one here."""
-        left = []
-        for case in cases:
-            if case.key in self._done():
-                continue
-            if self._lost[case.stack, case.scheme] >= LOST_JOBS:
-                self._write_failure(case, "error", f"not run: {LOST_JOBS} jobs were lost at {case.scheme}")
-            else:
-                left.append(case)
-        return left
+        given_up = [c for c in cases if self._lost[c.stack, c.scheme] >= LOST_JOBS]
+        for case, key in self._missing(given_up):
+            self._write_failure(case, key, "error", f"not run: {LOST_JOBS} jobs were lost at {case.scheme}")
+        missing = {case.key for case, _ in self._missing(cases)}
+        return [case for case in cases if case.key in missing]
+
+    def _missing(self, cases: Sequence[cp.Case]) -> list[tuple[cp.Case, str]]:
+        """(case, key) of the rows that are not there, in the order in which a job writes them."""
+        traced = [c for c in cases if cp.is_among(c, self.request.get("trace", ()))]
+        wanted = [(c, c.key) for c in cases] + [(c, cp.trace_key(c)) for c in traced]
+        done = self._done()
+        return [(case, key) for case, key in wanted if key not in done]
 
     def _done(self) -> set[str]:
         return {row["key"] for row in records.read(self.out)}
@@ -189,7 +192,6 @@ class Jobs:
     def _job(self, world: int, left: Sequence[cp.Case], until: float, turn: Path | None) -> None:
         stack, before = left[0].stack, self._done()
         launch = _launcher(stack)
-        left = sorted(left, key=lambda case: cp.is_among(case, self.request.get("trace", ())))  # where profilers fail
         request = self.request | {"cases": [c.record() for c in left], "after": str(turn or "")}
         seconds = self.deadline * (1 + len(left))
         if until < math.inf:
@@ -211,9 +213,8 @@ class Jobs:
             raise RuntimeError(f"a job of {stack} on {world} ranks wrote no row")
 
     def _blame(self, left: Sequence[cp.Case], failure: RankFailure) -> None:
-        """The row of the case that the job was at."""
-        done = self._done()
-        case = next((c for c in left if c.key not in done), None)
+        """The row that the job was at."""
+        case, key = next(iter(self._missing(left)), (None, ""))
         if self._stopped or case is None:  # where every row is there: what failed was the end of the job
             print(f"{left[0].stack}: {failure}", file=sys.stderr, flush=True)
             return
@@ -221,18 +222,18 @@ class Jobs:
         text = str(failure)
         status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
             "timeout" if any(w in text for w in ("deadline", "furthest behind", "Timeout (")) else "error"
-        self._write_failure(case, status, " | ".join(text.splitlines())[:1500])
+        self._write_failure(case, key, status, " | ".join(text.splitlines())[:1500])
 
-    def _write_failure(self, case: cp.Case, status: str, reason: str) -> None:
+    def _write_failure(self, case: cp.Case, key: str, status: str, reason: str) -> None:
         row: dict[str, Any] = {
-            "key": case.key, "kind": "context_parallel", "case": case.record(), "status": status, "reason": reason,
-            "environment": environment.machine(),
+            "key": key, "kind": "context_parallel" if key == case.key else "trace", "case": case.record(),
+            "status": status, "reason": reason, "environment": environment.machine(),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         if self.host == 0:
             with records.Writer(self.out) as writer:
                 writer.write(row)
-        print(f"{case.key}: {status}: {reason[:300]}", flush=True)
+        print(f"{key}: {status}: {reason[:300]}", flush=True)
 
 
 def _launcher(stack: str):

@@ -130,6 +130,11 @@ def is_among(case: Case, wanted: Sequence[Sequence[str]]) -> bool:
     return any(place[: len(some)] == list(some) for some in wanted)
 
 
+def trace_key(case: Case) -> str:
+    """The key of the row that tells of a case's trace."""
+    return f"trace/{case.key}"
+
+
 def operand_bytes(signature: Signature, which: str) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a pass, by kind."""
     found: dict[str, int] = {}

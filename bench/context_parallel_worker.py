@@ -25,7 +25,7 @@ import numpy as np
 
 from bench import environment, records, trace
 from bench.cases import ProblemSpec
-from bench.context_parallel_cases import Case, from_record, is_among, operand_bytes, plan_of_schedule
+from bench.context_parallel_cases import Case, from_record, is_among, operand_bytes, plan_of_schedule, trace_key
 from bench.context_parallel_job import RESULTS, TRACED_CALLS, Agreed, Job, Ready, at_length, problem_of
 from bench.link_model import links_of, predict
 from bench.timing import Protocol
@@ -48,10 +48,7 @@ LINK_KINDS = {  # what leaves a rank of `world`, for an operand of one byte
 
 def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The row of a case, equal on all ranks."""
-    row: dict[str, Any] = {
-        "key": case.key, "kind": "context_parallel", "case": case.record(), "status": "ok", "reason": "",
-        "environment": environment.machine() | job.stack.environment() | {"processes": len(job.gather(0))},
-    }
+    row = _new_row(job, case)
     try:
         if case.world > job.world:
             raise Agreed("unsupported", f"world {case.world}: the job has {job.world} ranks")
@@ -76,6 +73,13 @@ def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> di
         return row
     except Agreed as failure:
         return row | {"status": failure.status, "reason": failure.reason}
+
+
+def _new_row(job: Job, case: Case) -> dict[str, Any]:
+    return {
+        "key": case.key, "kind": "context_parallel", "case": case.record(), "status": "ok", "reason": "",
+        "environment": environment.machine() | job.stack.environment() | {"processes": len(job.gather(0))},
+    }
 
 
 def check(job: Job, case: Case) -> dict[str, Any]:
@@ -165,8 +169,6 @@ def clock(job: Job, case: Case, schedule: Schedule) -> dict[str, Any]:
     found["kernel"] = None if ready is None else ready.kernel
     found["peak_bytes"] = max(job.gather(job.agreed(lambda: 0 if ready is None else ready.peak())))
     found["rate_of"] = "per rank, exact area over the slowest rank's seconds"
-    if is_among(case, job.request.trace):
-        found |= look_at_traces(job, case, ready)
     return found
 
 
@@ -193,20 +195,23 @@ def look_inside(job: Job, ready: Ready | None, schedule: Schedule, which: str) -
     return found
 
 
-def look_at_traces(job: Job, case: Case, ready: Ready | None) -> dict[str, Any]:
+def trace_row(job: Job, case: Case) -> dict[str, Any]:
     """What a trace of a call shows of each rank's links and work; the traces themselves lie beside the rows."""
-    found: dict[str, Any] = {"trace": {}}
+    row = _new_row(job, case) | {"key": trace_key(case), "kind": "trace", "trace": {}}
     try:
+        schedule = job.agreed(case.schedule)
+        ready = job.agreed(lambda: job.ready(case, schedule))
+        job.agreed(lambda: None if ready is None else ready.begin())
         for which in PASSES:
             seen = job.agreed(lambda which=which: None if ready is None else
                               trace.last_call(ready.traced(which), TRACED_CALLS))
             if seen is not None:
                 trace.write(seen, trace.path_of(out_folder(), f"{case.key}/{which}/rank{job.rank}"))
             told = None if seen is None else trace.overlap(seen)
-            found["trace"][which] = [x for x in job.gather(told) if x is not None]
+            row["trace"][which] = [x for x in job.gather(told) if x is not None]
+        return row
     except Agreed as failure:
-        return {"trace_failure": failure.reason}  # the times stand without it
-    return found
+        return row | {"status": failure.status, "reason": failure.reason}
 
 
 def out_folder() -> Path:
@@ -249,11 +254,13 @@ def run(job: Job, out: str) -> None:
     """All cases of the job's request whose rows the file lacks, once it is this job's turn."""
     request = job.request
     before = {row["key"]: row for row in records.read(out)}
-    cases = [c for c in map(from_record, request.cases) if c.key not in before]
+    asked = [from_record(fields) for fields in request.cases]
+    cases = [c for c in asked if c.key not in before]
+    traced = [c for c in asked if is_among(c, request.trace) and trace_key(c) not in before]
     checked = checks_of(request.checked)
     lengths = [(c, request.check_len) for c in cases if c.any_length not in checked]
     job.progress.at("building")
-    job.build([*lengths, *((c, 0) for c in cases if request.timed)])
+    job.build([*lengths, *((c, 0) for c in asked if c in traced or request.timed and c in cases)])
     job.progress.at("waiting for its turn")
     _wait_for(request.after)
     job.gather("ready")  # some build more than others, and no row has begun
@@ -265,11 +272,13 @@ def run(job: Job, out: str) -> None:
             row = links_row(job)
             _write(job, out, row)
         job.links = links_of(row["links"], job.world) if row["status"] == "ok" else None
-    for case in cases:
+    rows = [(case.key, functools.partial(measure_case, job, case, checked)) for case in cases]
+    rows += [(trace_key(case), functools.partial(trace_row, job, case)) for case in traced]  # last: profilers can fail
+    for key, made in rows:
         if max(job.gather(time.time())) > request.until:
             break
-        _begin(job, f"case {case.key}")
-        _write(job, out, measure_case(job, case, checked))
+        _begin(job, f"row {key}")
+        _write(job, out, made())
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -305,6 +314,10 @@ def line(row: dict[str, Any]) -> str:
     if row["kind"] == "links":
         best = {kind: max(x["bandwidth"] or 0 for x in sizes) for kind, sizes in row["links"].items()}
         return f"{row['key']}: " + ", ".join(f"{kind} {b / 1e9:.1f} GB/s" for kind, b in best.items())
+    if row["kind"] == "trace":
+        seen = [x for ranks in row["trace"].values() for x in ranks]
+        links, hidden = (sum(x[name] for x in seen) for name in ("link_seconds", "hidden_seconds"))
+        return f"{row['key']}: {links * 1e3:.3f} ms of links, {hidden * 1e3:.3f} ms of it hidden"
     parts = [f"error {max(e / row['budget'][n] for n, e in row['errors'].items()):.2f} of budget"]
     for which in PASSES if "seconds" in row else ():
         e = row["efficiency"][which]

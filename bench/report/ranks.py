@@ -159,14 +159,18 @@ TRACED = ("case", "pass", "rank", "ms of links", "of it hidden", "ms of kernels"
 def traced(rows: Sequence[Row]) -> list[list[str]]:
     """One line a rank of each traced pass, in `TRACED`'s columns."""
     lines = []
-    for row in real(rows):
-        for which, ranks in row.get("trace", {}).items():
+    for row in _traces(rows):
+        for which, ranks in row["trace"].items():
             for rank, seen in enumerate(ranks):
                 end = max((span[1] for span in (*seen["links"], *seen["work"])), default=0.0)
                 share = seen["hidden_seconds"] / seen["link_seconds"] if seen["link_seconds"] else 1.0
-                lines.append([row["key"], which, str(rank), f"{seen['link_seconds'] * 1e3:.3f}", f"{share:.0%}",
-                              f"{seen['work_seconds'] * 1e3:.3f}", f"{end * 1e3:.3f}"])
+                lines.append([from_record(row["case"]).key, which, str(rank), f"{seen['link_seconds'] * 1e3:.3f}",
+                              f"{share:.0%}", f"{seen['work_seconds'] * 1e3:.3f}", f"{end * 1e3:.3f}"])
     return lines
+
+
+def _traces(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] == "trace" and row["status"] == "ok"]
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -197,11 +201,11 @@ def section(rows: Sequence[Row]) -> str:
 
 def _pictures(rows: Sequence[Row]) -> str:
     parts = []
-    for row in real(rows):
-        for which, ranks in row.get("trace", {}).items():
+    for row in _traces(rows):
+        for which, ranks in row["trace"].items():
             if any(seen["work"] for seen in ranks):
                 figure = timeline.traced_picture(ranks)
-                parts.append(f"<h4>{page.esc(row['key'])}, {which}</h4>{pictures.svg(figure)}")
+                parts.append(f"<h4>{page.esc(from_record(row['case']).key)}, {which}</h4>{pictures.svg(figure)}")
                 pictures.plt.close(figure)
     return "".join(parts)
 

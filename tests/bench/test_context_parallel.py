@@ -80,6 +80,25 @@ def test_a_scheme_that_loses_jobs_is_given_up(tmp_path, monkeypatch):
     assert "2 jobs were lost at ring" in rows[cases[4].key]["reason"]
 
 
+def test_a_lost_trace_costs_no_row(tmp_path, monkeypatch):
+    """Traces come last, in rows of their own; a row that is there is not measured again for its trace."""
+    out, jobs = tmp_path / "rows.jsonl", []
+
+    def spawn(command, ranks, **options):
+        jobs.append([from_record(c).scheme for c in json.loads(Path(command[-2]).read_text())["cases"]])
+        with records.Writer(out) as writer:
+            for case in CASES:
+                if case.key not in writer.keys:
+                    writer.write(row_of(case))
+        raise RankFailure(0, {}, "rank 0 of 2 was lost (SIGSEGV)")
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    context_parallel.Jobs(out, {"trace": [["ring", "causal"]]}, 5.0).run(CASES)
+    rows = records.read(out)
+    assert jobs == [["ring", "usp", "ulysses"]] and [r["status"] for r in rows] == ["ok"] * 3 + ["error"]
+    assert rows[3]["key"] == f"trace/{CASES[0].key}" and rows[3]["kind"] == "trace" and "SIGSEGV" in rows[3]["reason"]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_stacks_measure_in_turn(tmp_path, monkeypatch, ahead):
     """A stack that is started ahead is told of a file that is there once the one before it is done; else it is not
@@ -133,14 +152,15 @@ def test_both_stacks_measure_and_agree_on_the_bytes(tmp_path):
              for scheme, groups in (("ring", 1), ("all_gather", 2))]
     context_parallel.Jobs(out, request, 100.0, ahead=True).run(cases)
     rows = records.read(out)
-    links, rows = [r for r in rows if r["kind"] == "links"], [r for r in rows if r["kind"] != "links"]
+    links, traces, rows = ([r for r in rows if r["kind"] == kind] for kind in ("links", "trace", "context_parallel"))
     assert [r["status"] for r in rows] == ["ok"] * 4, [r["reason"] for r in rows]
     assert [r["case"]["stack"] for r in links] == ["torch", "jax"] and all(r["status"] == "ok" for r in links)
     for row in rows:
         assert row["bytes_match"] == {"forward": True, "backward": True} and row["check_len"] == 96
         assert row["seconds"]["forward"]["median"] > 0 and row["efficiency"]["backward"] > 0
-        traced = [len(row["trace"][which]) for which in ("forward", "backward")] if "trace" in row else None
-        assert traced == ([2, 2] if row["case"]["scheme"] == "ring" else None), row.get("trace_failure")
+    assert [r["status"] for r in traces] == ["ok"] * 2, [r["reason"] for r in traces]
+    for row in traces:
+        assert row["case"]["scheme"] == "ring" and [len(row["trace"][w]) for w in ("forward", "backward")] == [2, 2]
     assert len(list((tmp_path / "traces").glob("*.trace.json.gz"))) == 8
     by_stack = {stack: [r for r in rows if r["case"]["stack"] == stack] for stack in ("torch", "jax")}
     assert [r["schedule"] for r in by_stack["torch"]] == [r["schedule"] for r in by_stack["jax"]]

@@ -66,7 +66,7 @@ def test_the_section_holds_links_and_traces():
             "work": [(1e-3, 4e-3)]}
     links = {"permute": [{"operand_bytes": 4096, "seconds": 1e-5, "bandwidth": 4.096e8},
                          {"operand_bytes": 1 << 20, "seconds": 2e-5, "bandwidth": 5e10}]}
-    rows = [real(trace={"forward": [seen, seen]}),
+    rows = [real(), {**real(), "key": "trace/" + real()["key"], "kind": "trace", "trace": {"forward": [seen, seen]}},
             {"key": "links/torch/w2", "kind": "links", "case": {"stack": "torch", "world": 2}, "status": "ok",
              "reason": "", "links": links}]
     assert ranks.traced(rows)[1] == [rows[0]["key"], "forward", "1", "2.000", "50%", "3.000", "4.000"]
