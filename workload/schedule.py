@@ -224,6 +224,8 @@ def make_schedule(
     for label, sharding, n in (
         ("q_sharding", q_sharding, problem.q_len), ("kv_sharding", kv_sharding, problem.kv_len)
     ):
+        if not isinstance(sharding, Sharding):
+            raise TypeError(f"{label}: {type(sharding).__name__} is no Sharding")
         if sharding.total != n or sharding.world != topology.world:
             raise ValueError(f"{label}: {sharding.total} tokens on {sharding.world} ranks, not {n} on {topology.world}")
     if travel not in ("float32", problem.dtype):

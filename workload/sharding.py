@@ -119,7 +119,7 @@ def make_sharding(
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"sharding: {kind!r} is none of {', '.join(KINDS)}")
     for label, n, low in (("total", total, 0), ("granule", granule, 1), ("chunks", chunks, 1)):
         if n < low:
             raise ValueError(f"{label}: {n} < {low}")

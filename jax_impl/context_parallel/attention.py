@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.context_parallel import head_groups
-from jax_impl.context_parallel.plan import Plan, Program, make_plan, put
+from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload.problem import AttentionProblem, check_operands
 
@@ -31,9 +31,9 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
     check_operands((jax.Array, np.ndarray), q=q, k=k, v=v)
-    groups = np.prod([mesh.shape[a] for a in jax.tree.leaves(options.get("batch_axes"))], dtype=int)
+    groups = batch_groups(mesh, options.get("batch_axes"))
     problem = AttentionProblem(
-        mask, max(1, q.shape[0] // int(groups)), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale
+        mask, max(1, q.shape[0] // groups), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale
     )
     return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, on_host=True, **options))
 
@@ -55,6 +55,8 @@ def shard(x, plan: Plan, side: str = "q"):
     is zero.
     """
     at, program = _positions(plan, side), plan.program
+    if x.shape[1] != _total(plan, side):
+        raise ValueError(f"x: {x.shape[1]} tokens, the plan's are {_total(plan, side)}")
     sharding = NamedSharding(program.mesh, program.spec())
     if isinstance(x, np.ndarray):
         order = _on_host(at)
@@ -66,7 +68,10 @@ def shard(x, plan: Plan, side: str = "q"):
 
 def unshard(x, plan: Plan, side: str = "q"):
     """The inverse of `shard`: [batch, world * length, ...] to [batch, total, ...], on every device."""
-    return _unsharding(_total(plan, side), plan.program.mesh)(x, _positions(plan, side))
+    at = _positions(plan, side)
+    if x.shape[1] != len(at):
+        raise ValueError(f"x: {x.shape[1]} tokens, the plan's ranks hold {len(at)}")
+    return _unsharding(_total(plan, side), plan.program.mesh)(x, at)
 
 
 def positions(plan: Plan, side: str = "q") -> jax.Array:
@@ -122,8 +127,7 @@ def _on_host(x) -> np.ndarray:
 def _check(q, k, v, program: Program) -> None:
     signature = program.signature
     world, heads = signature.topology.world, signature.heads
-    groups = np.prod([program.mesh.shape[a] for a in jax.tree.leaves(program.batch_axes)], dtype=int)
-    batch = signature.batch * int(groups)
+    batch = signature.batch * batch_groups(program.mesh, program.batch_axes)
     rows = (batch, world * signature.q_length, heads.q_heads, signature.head_dim)
     keys = (batch, world * signature.kv_length, heads.kv_heads, signature.head_dim)
     for name, x, want in (("q", q, rows), ("k", k, keys), ("v", v, keys)):

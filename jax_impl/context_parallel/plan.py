@@ -1,6 +1,7 @@
 """A schedule made ready for a mesh: the static program and, as arrays, its data; twin in torch_impl."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +101,7 @@ def make_plan(
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
+    batch_groups(mesh, batch_axes)
     topology = _topology(scheme, mesh, window, ranks_per_node)
     if isinstance(sharding, str):
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
@@ -196,6 +198,17 @@ def default_kernel(mask, platform: str) -> str:
 def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """A host array, the same on every process, placed; each process hands over the parts of its own devices."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def batch_groups(mesh: Mesh, batch_axes: Any) -> int:
+    """Among how many groups of ranks these axes of a mesh split the batch; ValueError where it lacks one."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} is no jax.sharding.Mesh")
+    axes = jax.tree.leaves(batch_axes)
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(f"batch_axes: {axis!r} is none of the mesh's {', '.join(mesh.shape)}")
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _topology(scheme: str, mesh: Mesh, window: int | None, ranks_per_node: int) -> Topology:

@@ -55,6 +55,8 @@ def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
 
 def unshard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """The inverse of `shard`: every rank's [batch, length, ...] to [batch, total, ...] on every rank; no gradient."""
+    if x.shape[1] != len(positions(plan, side)):
+        raise ValueError(f"x: {x.shape[1]} tokens, the plan's rank holds {len(positions(plan, side))}")
     with torch.no_grad():
         world = plan.local.mesh.world
         at = world.all_gather(positions(plan, side), "unshard: positions").wait().flatten()

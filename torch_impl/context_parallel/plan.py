@@ -45,6 +45,8 @@ def make_plan(
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} is no Mesh of make_mesh")
     topology = _topology(scheme, mesh, window)
     if topology.window != mesh.topology.window:
         mesh = mesh.windowed(topology.window)

@@ -276,11 +276,17 @@ def check_api():
         ("window", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, window=2)),
         ("kernel", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, kernel="fa3")),
         ("side", lambda: cp.positions(plan, "k")),
+        ("x: 5 tokens", lambda: cp.shard(q[:, :5], plan)),
+        ("x: 5 tokens", lambda: cp.unshard(q[:, :5], plan)),
+        ("mesh: NoneType", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=None)),
+        ("batch_axes: 'rows'", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=mesh, batch_axes="rows")),
+        ("sharding: 'none'", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, sharding="none")),
+        ("q_sharding: str", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, sharding=("zigzag", "zigzag"))),
     ):
         try:
             call()
             yield {"case": name, "wrong": ["accepted"]}
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             yield {"case": name, "wrong": [] if name in str(error) else [str(error)]}
 
 

@@ -274,6 +274,18 @@ def test_operands_that_do_not_fit_the_plan(change, message):
         on_ranks("ring", 1, {}, problem, lambda plan: context_parallel.attend(*x, plan))
 
 
+@pytest.mark.parametrize("call,message", [
+    (lambda x, plan: context_parallel.shard(x, plan), "x: 5 tokens"),
+    (lambda x, plan: context_parallel.unshard(x, plan), "x: 5 tokens"),
+    (lambda x, plan: context_parallel.positions(plan, "k"), "side: 'k'"),
+    (lambda x, plan: context_parallel.make_plan(plan, scheme="ring", mesh=None), "mesh: NoneType"),
+])
+def test_bad_arguments_beside_the_operands_are_named(call, message):
+    problem = AttentionProblem(masks.full(4, 4), 1, 4, 4, 2, "float32")
+    with pytest.raises(RuntimeError, match=message):
+        on_ranks("ring", 1, {}, problem, lambda plan: call(torch.zeros(1, 5, 4, 2), plan))
+
+
 def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
     """E11: a kernel that takes static masks only, on a dynamic one; the mesh has handed over nothing."""
     case = Case("ring", "uniform_block", 2)
