@@ -113,11 +113,6 @@ def on_gpu(workers: Workers, deadline: float) -> bool:
     return all(workers.environment(s, deadline).get("backend") in GPU_BACKENDS for s in STACKS)
 
 
-def gpus(workers: Workers, deadline: float) -> int:
-    """How many GPUs both stacks find."""
-    return workers["jax"].ask(f"{TASKS}:devices", deadline) if on_gpu(workers, deadline) else 0
-
-
 class References:
     """References of problems, computed by the judge once each and kept as files while the run lasts."""
 

@@ -86,7 +86,8 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
         writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
         first = held.enter_context(engine.Workers())
         first.start(STACKS, values.deadline)
-        gpus = engine.gpus(first, values.deadline)
+        gpu = engine.on_gpu(first, values.deadline)
+        gpus = first["jax"].ask(f"{engine.TASKS}:devices", values.deadline) if gpu else 0
         of_kernels, of_schemes = cells_of(values, gpus)
         todo = {cell.key for cell in of_kernels} | {cell.key for cell in of_schemes}
         left = len(todo - writer.keys)
