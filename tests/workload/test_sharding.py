@@ -95,7 +95,7 @@ def test_custom_positions_are_checked(positions, total, word):
 
 
 @pytest.mark.parametrize("call,word", [
-    (lambda: make_sharding("spiral", 8, Topology(2)), "kind"),
+    (lambda: make_sharding("spiral", 8, Topology(2)), "sharding"),
     (lambda: make_sharding("balanced", 8, Topology(2)), "mask"),
     (lambda: make_sharding("balanced", 8, Topology(2), mask=masks.full(7, 8)), "rows"),
     (lambda: make_sharding("zigzag", 8, Topology(2), granule=0), "granule"),
