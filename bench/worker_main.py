@@ -4,8 +4,11 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import resource
+import signal
 import sys
+import threading
 import traceback
 
 from bench.workers import MEMORY_WORDS, NothingRan
@@ -39,15 +42,30 @@ def answer(line: str) -> dict:
         return {"failure": failure_of(problem), "clean": clean}
 
 
+def listen(read_from: int, requests: queue.SimpleQueue) -> None:
+    """Hands requests on until the parent closes its end or dies: then the worker ends amid whatever it is at.
+
+    It would hold the device's memory and disturb what is timed next; what it started goes with it.
+    """
+    with os.fdopen(read_from) as lines:
+        for line in lines:
+            requests.put(line)
+    with contextlib.suppress(ProcessLookupError):  # where it leads no process group
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
 def main(read_from: int, write_to: int, memory: int) -> None:
-    """Serves until the parent closes its end."""
+    """Serves while the parent lives."""
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # where the machine's memory runs out, the worker goes, not its parent
-    with os.fdopen(read_from) as requests, os.fdopen(write_to, "w") as answers:
-        for line in requests:
-            answers.write(json.dumps(answer(line)) + "\n")
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(read_from, requests), daemon=True).start()
+    with os.fdopen(write_to, "w") as answers:
+        while True:
+            answers.write(json.dumps(answer(requests.get())) + "\n")
             answers.flush()
 
 

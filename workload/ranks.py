@@ -20,12 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 RECORD_BYTES = 1024
 LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
 TAIL_LINES = 15
+GUARD = """
+import os, signal, sys
+for group in [int(line) for line in sys.stdin]:  # until who writes them is gone
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 _living: list[subprocess.Popen] = []  # ranks that this process has started, in whatever thread
 
 
@@ -202,19 +210,41 @@ def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: f
 
     Raises: `RankFailure`; no process of this host's ranks outlives the call.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _guard() as guarded:
         children: list[_Child] = []
         try:
             for local in range(ranks):
                 place = Place(host * ranks + local, hosts * ranks, local, ranks, coordinator)
                 children.append(_start(command, place, Path(folder), environ))
                 _living.append(children[-1].process)
+                guarded(children[-1].process.pid)
             _watch(children, time.monotonic() + deadline_s, deadline_s)
             return [(c.folder / "stdout").read_text(errors="replace") for c in children]
         finally:
             for child in children:
                 _end(child.process)
                 _living.remove(child.process)
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Yields what takes a rank's process id: should this process be killed, a process beside it ends those ranks.
+
+    They would hold their devices until the job's deadline.
+    """
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", GUARD], stdin=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    assert process.stdin is not None
+
+    def guarded(pid: int) -> None:
+        print(pid, file=process.stdin, flush=True)
+
+    try:
+        yield guarded
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
 
 
 def end_all() -> None:

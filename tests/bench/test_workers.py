@@ -52,6 +52,22 @@ def test_a_hang_ends_at_the_deadline_with_its_children(worker):
     assert not alive(process)
 
 
+def test_a_worker_and_its_children_end_with_a_parent_that_is_killed():
+    """Amid a task: else it holds the device's memory and disturbs what runs next."""
+    code = (f"from bench.workers import Worker; worker = Worker('torch'); print(worker.ask('{TASKS}:echo', 60, value=0)"
+            f"['process'], flush=True); worker.ask('{TASKS}:hang', 60)")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        process = int(parent.stdout.readline())
+        until = time.monotonic() + 30
+        while len(alive(process)) < 2 and time.monotonic() < until:
+            time.sleep(0.05)  # the child that the task starts
+        assert len(alive(process)) == 2
+        parent.kill()
+    while alive(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(process)
+
+
 def test_a_refusal_does_not_cost_the_process(worker):
     process = worker.ask(f"{TASKS}:echo", 60, value=0)["process"]
     refusal = worker.ask(f"{TASKS}:refuse", 60)

@@ -3,9 +3,11 @@
 import contextlib
 import doctest
 import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +96,24 @@ def test_ending_all_ends_every_job_of_the_process():
             with pytest.raises(RankFailure, match="was lost .SIGTERM."):
                 job.result(timeout=20)
     assert not ranks._living
+
+
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
+    body = f"import pathlib, os, time; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(60)"
+    code = (f"import sys; from workload.ranks import spawn; spawn([sys.executable, '-c', {body!r}], 2, 'h:1', "
+            "deadline_s=60)")
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        until = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        started = [path.name for path in tmp_path.iterdir()]
+        parent.kill()
+
+    def living():
+        states = [Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+                  for name in started if Path("/proc", name).exists()]
+        return [s for s in states if s not in "ZX"]
+
+    while living() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == 2 and not living()
