@@ -9,6 +9,7 @@ from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
 Row = dict[str, Any]
+TELLING_RANKS = 8  # fewer hardly wait for one another, many more cannot be told apart in a picture
 KINDS = {"replay": "replay", "replay_estimate": "estimate", "context_parallel": "real"}
 
 
@@ -244,7 +245,7 @@ def _explanation(found: Sequence[Row]) -> str:
 
 def _timelines(found: Sequence[Row]) -> str:
     drawable = [r for r in found if timeline.can_draw(r) and r["case"]["world"] <= timeline.MOST_RANKS]
-    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], r["case"]["world"]))
+    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], abs(r["case"]["world"] - TELLING_RANKS)))
     of_scheme: dict[str, Row] = {}
     for row in drawable:
         of_scheme.setdefault(row["case"]["scheme"], row)
