@@ -93,11 +93,11 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tunes(case: dict[str, Any]) -> bool:
-    """Whether `build` runs anything on the device."""
+def disturbs(case: dict[str, Any]) -> bool:
+    """Whether `build` may not run beside a timing."""
     chosen = cases.from_record(case)
     stack = stack_of(chosen.stack)
-    return stack.tunes(stack.kernel(chosen.kernel))
+    return stack.disturbs(stack.kernel(chosen.kernel))
 
 
 def build(case: dict[str, Any]) -> None:

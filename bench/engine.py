@@ -23,6 +23,7 @@ from rich.console import Console
 
 from bench import environment, records
 from bench.cases import STACKS, Case
+from bench.shorter import Shorter
 from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
 from bench.turns import Turns
 from bench.workers import Failure, Worker
@@ -207,6 +208,14 @@ class Bench:
         except _Ended as ended:
             return row | ended.fields
 
+    def build_ahead(self, case: Case, number: int, skip: Callable[[dict], dict | None]) -> None:
+        """Compiles a case whose compilation disturbs timings before anything of its length is timed."""
+        ask = self._ask(case, number)
+        with contextlib.suppress(_Ended):  # its row will tell
+            if not ask("refuse") and not skip({"case": case.record()} | ask("describe")) and ask("disturbs"):
+                with self.turns.together():
+                    self._built(case, ask)
+
     def _ask(self, case: Case, number: int) -> Callable[..., Any]:
         """ask(task, ...) of the case's worker; raises `_Ended` where it fails. A row tells what its tasks took."""
         worker, record = self.workers.of(case.stack, number), case.record()
@@ -229,7 +238,7 @@ class Bench:
         skipped = skip(row)
         if skipped:
             return row | skipped
-        with self.turns.together() if ask("tunes") else contextlib.nullcontext():
+        with self.turns.together() if ask("disturbs") else contextlib.nullcontext():
             row |= self._built(case, ask)
         order = (case.spec.seq_len, case.which != "forward")
         try:
@@ -284,44 +293,6 @@ class _Ended(Exception):
     def __init__(self, fields: dict[str, Any]):
         super().__init__(fields["reason"])
         self.fields = fields
-
-
-class Shorter:
-    """What rows at shorter lengths say of a row: how long it will take, or that it will not fit either."""
-
-    def __init__(self, patience: float | None, longest: Iterable[tuple[str, int]] = ()):
-        self._patience, self._longest = patience, dict(longest)
-        self._found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Takes a row's word."""
-        case = row["case"]
-        self._found.setdefault(_but_length(case), []).append((case["seq_len"], row))
-
-    def skip(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Status and reason where a row, with its FLOPs, is not to be run."""
-        case = row["case"]
-        longest = self._longest.get(case["kernel"], case["seq_len"])
-        if case["seq_len"] > longest:
-            return {"status": "skipped", "reason": f"longer than the {longest:,} tokens asked of this kernel"}
-        shorter = [(n, x) for n, x in self._found.get(_but_length(case), ()) if n < case["seq_len"]]
-        if self._patience is None or not shorter:
-            return None
-        n, last = max(shorter, key=lambda x: x[0])
-        if last["status"] in ("out_of_memory", "timeout"):
-            return {"status": last["status"], "reason": f"not run: at {n:,} tokens {last['reason']}"}
-        seconds = last["seconds"]["median"] if last.get("seconds") and last["status"] == "ok" else last.get("estimate")
-        if seconds is None:
-            return None
-        estimate = seconds * row["flops"] / max(1, last["flops"])
-        if estimate <= self._patience:
-            return None
-        return {"status": "skipped", "estimate": estimate, "reason": (
-            f"a run would take {estimate:.3g} s, going by {seconds:.3g} s at {n:,} tokens: above {self._patience:g} s")}
-
-
-def _but_length(case: dict[str, Any]) -> str:
-    return json.dumps({k: v for k, v in case.items() if k not in ("seq_len", "q_len")}, sort_keys=True)
 
 
 def with_rates(row: dict[str, Any], peak: float) -> dict[str, Any]:
@@ -435,6 +406,11 @@ class Session(contextlib.ExitStack):
             self.writer.write(row)
         return row
 
+    def build_ahead(self, share: Iterable[tuple[int, Case]]) -> None:
+        """With several workers: compiles what of a share would disturb timings if it were compiled later."""
+        for number, case in share if self.options.workers > 1 else ():
+            self._bench.build_ahead(case, number, self._shorter.skip)
+
     def renew(self, case: Case, number: int, last: dict[str, Any] | None) -> None:
         """Ends a worker that may never give back what its last rows took, before it goes on to other shapes."""
         if last is None or (last["case"]["kernel"], last["case"]["seq_len"]) == (case.kernel, case.spec.seq_len):
@@ -456,17 +432,24 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
         session.start(left)
         counter, stopped = itertools.count(1), threading.Event()
 
+        def over():
+            return stopped.is_set() or time.monotonic() > until
+
         def work(share):
             last: dict[str, Any] = {}
-            for number, case in share:
-                if stopped.is_set() or time.monotonic() > until:
-                    return
-                session.renew(case, number, last.get(case.stack))
-                row, at = session.measure(case, number), next(counter)
-                if row.get("peak_bytes"):
-                    last[case.stack] = row
-                if row["status"] != "unsupported":
-                    console.print(f"[{at}/{len(left)}] {line(row)}", markup=False)
+            for _, of_a_length in itertools.groupby(share, key=lambda x: x[1].spec.seq_len):
+                group = list(of_a_length)
+                if not over():
+                    session.build_ahead(group)
+                for number, case in group:
+                    if over():
+                        return
+                    session.renew(case, number, last.get(case.stack))
+                    row, at = session.measure(case, number), next(counter)
+                    if row.get("peak_bytes"):
+                        last[case.stack] = row
+                    if row["status"] != "unsupported":
+                        console.print(f"[{at}/{len(left)}] {line(row)}", markup=False)
 
         lists = shares(left, options.workers)
         with concurrent.futures.ThreadPoolExecutor(len(lists) or 1) as threads:

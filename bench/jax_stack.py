@@ -22,7 +22,6 @@ from workload.problem import AttentionProblem
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
 BATCH_SECONDS = 6e-3  # the runs of a batch of the difference timer last about this long
 BATCHES = (1, 8)
-TUNED = ("naive", "sdpa", "cudnn")
 
 
 class Stack:
@@ -186,9 +185,9 @@ class Stack:
             compiled, _ = self.compile_ahead((kernel.name, "backward", problem.scale), backward, *arguments)
             self._require_memory(compiled)
 
-    def tunes(self, kernel) -> bool:
-        """Whether `build` runs anything on the device: XLA tries its products and cuDNN's plans there."""
-        return self.on_gpu and kernel.name in TUNED
+    def disturbs(self, kernel) -> bool:
+        """Whether `build` may not run beside a timing: on a GPU, for the difference timer needs a quiet host, too."""
+        return self.on_gpu
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""

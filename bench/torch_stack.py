@@ -176,8 +176,8 @@ class Stack:
         if self.on_gpu and kernel.compile_ahead:
             kernel.compile_ahead(problem, torch.device("cuda", torch.cuda.current_device()), passes)
 
-    def tunes(self, kernel) -> bool:
-        """Whether `build` runs anything on the device."""
+    def disturbs(self, kernel) -> bool:
+        """Whether `build` may not run beside a timing: events on the device do not feel the host behind a flush."""
         return False
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:

@@ -9,7 +9,8 @@ import pytest
 
 from bench import engine, records
 from bench.cases import Case, ProblemSpec
-from bench.engine import Shorter, shares
+from bench.engine import shares
+from bench.shorter import Shorter
 from bench.turns import Turns
 from bench.workers import Failure
 
@@ -64,6 +65,34 @@ def test_those_who_wait_to_be_alone_go_in_order():
     assert went == [(32, False), (64, False), (64, True)]
 
 
+def test_all_who_wait_to_be_alone_go_before_anyone_works_together_again():
+    """Who has been alone comes back at once with its next piece: it waits until the others have been alone, too."""
+    turns, went, inside = Turns(), [], threading.Event()
+
+    def worker(name):
+        with turns.alone():
+            went.append(name)
+        with turns.together():
+            went.append("together")
+
+    def others():
+        with turns.together():
+            inside.set()
+            until = time.monotonic() + 20
+            while len(turns._waiting) < 3 and time.monotonic() < until:
+                time.sleep(0.001)
+
+    first = threading.Thread(target=others)
+    first.start()
+    assert inside.wait(20)
+    threads = [threading.Thread(target=worker, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in (first, *threads):
+        thread.join(20)
+    assert sorted(went[:3]) == ["a", "b", "c"] and went[3:] == ["together"] * 3
+
+
 def test_who_is_alone_lets_go_when_it_fails():
     turns = Turns()
     for kind in ("alone", "together", "alone"):
@@ -76,7 +105,7 @@ def answers(monkeypatch):
     """Workers that answer without a process, after a moment; what was asked, when, and what the answers are."""
     spans, special = collections.defaultdict(list), {}
     plain = {
-        "environment": {"backend": "cuda"}, "refuse": None, "tunes": False, "build": None, "reference": {},
+        "environment": {"backend": "cuda"}, "refuse": None, "disturbs": False, "build": None, "reference": {},
         "describe": {"flops": 1e12, "bytes": 1}, "check": {"wrong": []},
         "clock": {"seconds": {"median": 1.0, "min": 1.0, "spread": 0.0}},
         "ceiling": {"peak_flops": 1e15, "bandwidth": 1.0}, "ready": None,
@@ -110,10 +139,14 @@ def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
 
 def test_a_build_that_tries_things_on_the_device_is_not_beside_a_timing(answers, tmp_path):
     spans, special = answers
-    special["tunes"] = lambda arguments: True
-    engine.run([case(mask=mask) for mask in MASKS], engine.Options(tmp_path / "r.jsonl", workers=3))
-    assert len(spans["build"]) == len(MASKS)
+    special["disturbs"] = lambda arguments: True
+    built = []
+    special["build"] = lambda arguments: built.append(arguments["case"]["seq_len"])
+    engine.run([case(mask=mask, seq_len=n) for mask in MASKS for n in (64, 128)],
+               engine.Options(tmp_path / "r.jsonl", workers=3))
+    assert built.count(64) == built.count(128) == 2 * len(MASKS)  # ahead, and found again at its own time
     assert not any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
+    assert sum(b[0] < spans["clock"][0][0] for b in spans["build"]) >= len(MASKS)
 
 
 def test_a_case_that_cannot_be_compiled_ahead_is_compiled_by_its_first_call(answers, tmp_path):

@@ -9,11 +9,11 @@ from bench.attention_task import (  # noqa: F401
     ceiling,
     clock,
     describe,
+    disturbs,
     environment,
     ready,
     reference,
     refuse,
-    tunes,
 )
 
 
