@@ -1,4 +1,4 @@
-"""The part of the page on contenders that ran side by side in one process, and so at one temperature."""
+"""The part of the page on contenders that took turns at one card, and so ran at one temperature."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def section(rows: Sequence[Row]) -> str:
         parts.append(f"<div><h3>{page.esc(label)}: TFLOP/s</h3>{page.table(head, body)}</div>")
     if not parts:
         return ""
-    note = ("<p class='soft'>All contenders of a row ran in turns in one process, each behind a warm-up of its own. In "
+    note = ("<p class='soft'>All contenders of a row took turns at one card, each behind a warm-up of its own. In "
             "brackets the ratio to the contender that the row is measured against, behind ± the spread of the rounds "
             f"where it is above {STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
     return f'{note}<div class="pair">{"".join(parts)}</div>'

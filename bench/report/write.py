@@ -25,7 +25,7 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     target = folder / "report.html"
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
-    races = ("peers", "Side by side in one process", peers.section(rows))
+    races = ("peers", "Side by side on one card", peers.section(rows))
     target.write_text(page.build(rows, [races, agree, parallel]))
     console.print(f"page: {target}")
     return target
