@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax_impl import kernels
 from jax_impl.kernels import flex, hopper_masks
 from jax_impl.kernels.flex import Predicate
-from jax_impl.kernels.hopper_backward import BackwardTiles
+from jax_impl.kernels.hopper_backward import BackwardTiles, _statistics
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles
 from tests import conformance
@@ -178,6 +178,17 @@ def test_heads_in_work_fit_the_cache_and_keep_the_processors_busy(q_heads, kv_he
     assert (tiles.side, tiles.split) == want
     shard = AttentionProblem(problem.mask.restrict(np.arange(tokens), np.arange(tokens)), 1, q_heads, kv_heads, 128)
     assert kernels.get("flashmask").prepare(shard).tiles.key_major == tiles, "ranks share one program"
+
+
+def test_three_bfloat16_terms_are_a_float32():
+    drawn = np.random.default_rng(0).normal(size=1000) * 10.0 ** np.arange(-5, 5).repeat(100)
+    x = np.concatenate([drawn, [0.0, -np.inf]])
+    terms = jax.jit(_statistics)(jnp.asarray(x, jnp.float32), None)  # compiled, so that no rounding may be left out
+    assert terms.dtype == jnp.bfloat16 and terms.shape == (1002, 16)
+    assert np.isfinite(np.asarray(terms, np.float64)).all()
+    total = np.asarray(terms[:, :3], np.float64).sum(axis=1)
+    np.testing.assert_allclose(total[:-1], x[:-1].astype(np.float32), rtol=2**-23)
+    assert total[-1] < -1e29 and not np.asarray(terms[:, 3:], np.float64).any()
 
 
 @pytest.mark.slow
