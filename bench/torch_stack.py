@@ -17,7 +17,8 @@ from bench.timing import wall_sampler
 from torch_impl import kernels
 from workload.problem import AttentionProblem
 
-FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and the host is ahead when it ends
+FLUSH_BYTES = 1 << 30  # many times the L2 of any card
+HEAD_START = 1_500_000  # cycles that the device spins before a timed call, 0.8 ms: packages in Python take as long
 
 
 class Stack:
@@ -140,13 +141,17 @@ class Stack:
         return run, 0.0
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
-        """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed."""
+        """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush (cold) that is not timed.
+
+        The device first spins, so that the host has enqueued the call before it is reached: else the host is timed.
+        """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
         flush = self._flush_buffer() if cold else None
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def sample(n):
+            torch.cuda._sleep(HEAD_START)
             if flush is not None:
                 flush.zero_()
             begin.record()

@@ -1,6 +1,9 @@
 """The timing protocol and its plausibility checks; ids are those of faults seen in public."""
 
+import types
+
 import pytest
+import torch
 
 from bench import attention_task, engine, timing
 from bench.timing import (
@@ -148,3 +151,32 @@ def test_flops_and_their_formula_are_those_of_the_mask():
     """M1: causal FLOPs halved neither never nor twice."""
     problem = AttentionProblem(causal(4, 4), head_dim=1)
     assert (problem.flops("forward"), problem.flops("backward")) == (40, 100)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_events_stand_behind_work_that_hides_the_host(cold, monkeypatch):
+    """M7, M8: without it the warm time of a short call was its launch: four times the cold one on an H200."""
+    went = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.name = f"event {len([x for x in went if x == 'event'])}"
+            went.append("event")
+
+        def record(self):
+            went.append(self.name)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    stack = attention_task.stack_of("torch")
+    monkeypatch.setattr(stack, "on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: went.append("spin"))
+    flush = types.SimpleNamespace(zero_=lambda: went.append("flush"))
+    monkeypatch.setattr(type(stack), "_flush_buffer", lambda self: flush)
+    assert stack.sampler(lambda n: went.append("call"), cold, 1.0)(0) == 2e-3
+    assert went[2:] == ["spin", *["flush"] * cold, "event 0", "call", "event 1"]
