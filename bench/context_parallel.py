@@ -149,13 +149,17 @@ class Jobs:
             self.request |= {"references": folder}
             turns = [Path(folder) / str(n) for n in range(len(by_stack) + 1)]
             running: list[Future] = []
-            for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
-                until = self.began + self.budget * (len(running) + 1) / len(by_stack)
-                running.append(threads.submit(self._stack, members, until, mine if running else None, following))
-                if not self.ahead:
-                    running[-1].result()
-            for each in running:
-                each.result()
+            try:
+                for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
+                    until = self.began + self.budget * (len(running) + 1) / len(by_stack)
+                    running.append(threads.submit(self._stack, members, until, mine if running else None, following))
+                    if not self.ahead:
+                        running[-1].result()
+                for each in running:
+                    each.result()
+            except BaseException:  # an interrupt: the ranks are not waited for
+                self.stop()
+                raise
 
     def _stack(self, cases: Sequence[cp.Case], until: float, turn: Path | None, following: Path) -> None:
         """All jobs of one stack, which measure nothing before `turn` is there; then it is the `following` one's."""

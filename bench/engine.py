@@ -456,8 +456,9 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
             try:
                 for done in [threads.submit(work, share) for share in lists]:
                     done.result()
-            except BaseException:  # an interrupt: what the others have begun is still written
+            except BaseException:  # an interrupt: what the others are at is not waited for
                 stopped.set()
+                session.workers.close()
                 raise
         undone = len(left) - next(counter) + 1
         if undone:

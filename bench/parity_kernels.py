@@ -157,7 +157,12 @@ def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float,
     going = Run(left, rows, problems, deadline)
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
         found = zip(workers, threads.map(going.job, workers), strict=True)
-        to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
+        try:
+            to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
+        except BaseException:  # an interrupt: what the others are at is not waited for
+            for mine in workers:
+                mine.close()
+            raise
     order = list(dict.fromkeys(cell.spec.mask for cell in left))
     to_time.sort(key=lambda x: order.index(x[0].spec.mask))  # masks in turn, should the run be cut short
     for cell, row, mine in to_time:

@@ -66,8 +66,8 @@ class Gang(contextlib.ExitStack):
 
     def __init__(self, world: int):
         super().__init__()
-        self._workers = [self.enter_context(Worker("torch")) for _ in range(world)]
         self._threads = self.enter_context(concurrent.futures.ThreadPoolExecutor(world))
+        self._workers = [self.enter_context(Worker("torch")) for _ in range(world)]
         self._joined = False
 
     def ask(self, task: str, deadline: float, **arguments: Any) -> list[Any] | Failure:

@@ -251,7 +251,7 @@ class Replay:
         Nothing builds while something is timed, and one group is timed at a time; checks work on the host.
         """
         for some in itertools.batched(groups, self.settings.workers):
-            with contextlib.ExitStack() as held, ThreadPoolExecutor(len(some)) as threads:
+            with ThreadPoolExecutor(len(some)) as threads, contextlib.ExitStack() as held:
                 workers = [held.enter_context(Worker(group[0][0].stack)) for group in some]
                 checks: dict[Future, int] = {}
                 for n, built in enumerate(list(threads.map(self._build, workers, some))):

@@ -5,6 +5,7 @@ request, and answers over another; what it prints goes to a file whose end becom
 function runs is named by the request, so any binary of the bench uses the same workers.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,6 +32,10 @@ class NothingRan(RuntimeError):
     """A failure of work that never reached a device: the worker goes on as it was."""
 
 
+class Interrupted(RuntimeError):
+    """The worker was ended for good: who asked gets no answer, and there is no row of it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why no answer came: a status of `bench.records.STATUSES` and its reason."""
@@ -55,13 +60,13 @@ class Worker:
         self.memory = memory
         self.environ = dict(environ or {})
         self.starts = 0
-        self._asking = threading.Lock()
+        self._asking, self._ended = threading.Lock(), False
         self._process: subprocess.Popen | None = None
         self._ask = self._answer = -1
         self._log: Any = None
 
     def ask(self, task: str, deadline: float, **arguments: Any) -> Any:
-        """What the task returns, or a `Failure`.
+        """What the task returns, or a `Failure`; raises `Interrupted` where the worker was left (`with`) meanwhile.
 
         Args:
           task: "module:function" of the bench, called with the arguments in the worker.
@@ -72,8 +77,10 @@ class Worker:
             return self._asked(task, deadline, arguments)
 
     def _asked(self, task, deadline, arguments) -> Any:
+        self._go_on()
         try:
             self._start()
+            self._go_on()
             os.write(self._ask, json.dumps({"task": task, "arguments": arguments}).encode() + b"\n")
             line = self._read_line(time.monotonic() + deadline)
         except BrokenPipeError:
@@ -82,6 +89,7 @@ class Worker:
             self.kill()
             return Failure("timeout", f"no answer within {deadline:g} s")
         if not line:
+            self._go_on()
             return self._died()
         answer = json.loads(line)
         if "failure" in answer:
@@ -91,13 +99,10 @@ class Worker:
         return answer["value"]
 
     def kill(self) -> None:
-        """Ends the process and all it started."""
+        """Ends the process and all it started; the next request starts another."""
         if self._process is None:
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _kill(self._process)
         self._process.wait()
         os.close(self._ask)
         os.close(self._answer)
@@ -108,7 +113,16 @@ class Worker:
         return self
 
     def __exit__(self, *_):
-        self.kill()
+        """Ends it for good, also amid what another thread asked: an interrupt waits for no task."""
+        self._ended, process = True, self._process
+        if process is not None:
+            _kill(process)
+        with self._asking:
+            self.kill()
+
+    def _go_on(self) -> None:
+        if self._ended:
+            raise Interrupted(f"the {self.stack} worker was ended")
 
     def _start(self) -> None:
         if self._process is not None:
@@ -149,3 +163,9 @@ class Worker:
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit status {code}"
         status = "out_of_memory" if any(word in tail.lower() for word in MEMORY_WORDS) else "error"
         return Failure(status, f"the worker died {how}" + (f": {last}" if last else ""))
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills the process group that a worker leads."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

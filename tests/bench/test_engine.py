@@ -50,6 +50,19 @@ def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
     assert rows[: len(kept)] == kept and {row["status"] for row in rows} == {"ok"}
 
 
+def test_an_interrupt_ends_a_run_at_once_and_costs_no_row(tmp_path):
+    out = tmp_path / "r.jsonl"
+    wanted = ["--stack=torch", "--kernels=naive", "--masks=full", "--seqlens=40,50", "--passes=forward", f"--out={out}"]
+    run = dense(*wanted, "--samples=1000000", "--seconds=600")
+    said = run.stdout.readline()  # how many rows there are: then workers start, and measure for minutes
+    time.sleep(2.0)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) and "KeyboardInterrupt" in run.communicate()[1], said
+    again = dense(*wanted, "--resume")
+    assert again.wait(120) == 0, again.communicate()
+    assert [row["status"] for row in records.read(out)] == ["ok"] * 3
+
+
 def test_no_row_is_begun_after_the_time_is_up(tmp_path, monkeypatch, capsys):
     class Slow(engine.Session):
         def start(self, cases):

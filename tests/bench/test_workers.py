@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from bench.workers import Failure, Worker
+from bench.workers import Failure, Interrupted, Worker
 
 TASKS = "tests.bench.faulty_tasks"
 
@@ -50,6 +51,22 @@ def test_a_hang_ends_at_the_deadline_with_its_children(worker):
     assert worker.ask(f"{TASKS}:hang", 1.0).status == "timeout"
     assert time.monotonic() - began < 10
     assert not alive(process)
+
+
+def test_leaving_a_worker_ends_what_another_thread_asked():
+    """An interrupt waits for no task, and makes no row of it."""
+    with ThreadPoolExecutor() as threads:
+        with Worker("torch") as ours:
+            process = ours.ask(f"{TASKS}:echo", 60, value=0)["process"]
+            asked = threads.submit(ours.ask, f"{TASKS}:hang", 60)
+            until = time.monotonic() + 30
+            while len(alive(process)) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
+        with pytest.raises(Interrupted):
+            asked.result(timeout=10)
+    assert not alive(process)
+    with pytest.raises(Interrupted):
+        ours.ask(f"{TASKS}:echo", 60, value=0)
 
 
 def test_a_worker_and_its_children_end_with_a_parent_that_is_killed():
