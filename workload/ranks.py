@@ -10,10 +10,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import mmap
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -330,6 +332,16 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds")
     parser.add_argument("command", nargs="+", help="after --")
     a = parser.parse_args(arguments)
+    for wrong, message in (
+        (a.ranks < 1, f"--ranks: {a.ranks} < 1"), (a.hosts < 1, f"--hosts: {a.hosts} < 1"),
+        (not 0 <= a.host < a.hosts, f"--host: {a.host} of {a.hosts} hosts, counted from 0"),
+        (a.hosts > 1 and not re.fullmatch(r".+:\d+", a.coordinator or ""),
+         f"--coordinator: {a.coordinator!r} is no HOST:PORT, which --hosts {a.hosts} needs"),
+        (not 0 < a.deadline < math.inf, f"--deadline: {a.deadline} is no positive number of seconds"),
+        (not shutil.which(a.command[0]), f"command: there is no program {a.command[0]!r}"),
+    ):
+        if wrong:
+            parser.error(message)
     try:
         said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
     except RankFailure as failure:

@@ -117,3 +117,14 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
     while living() and time.monotonic() < until:
         time.sleep(0.05)
     assert len(started) == 2 and not living()
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--ranks 0", "--ranks: 0"), ("--ranks 1 --hosts 0", "--hosts: 0"), ("--ranks 1 --host 3", "--host: 3 of 1"),
+    ("--ranks 1 --hosts 2", "--coordinator: None"), ("--ranks 1 --hosts 2 --coordinator h", "--coordinator: 'h'"),
+    ("--ranks 1 --deadline nan", "--deadline: nan"), ("--ranks 1", "no program 'none-such'")])
+def test_bad_flags_of_a_launch_are_named_before_it_starts(flags, said, capsys):
+    command = "none-such" if "program" in said else sys.executable
+    with pytest.raises(SystemExit):
+        ranks.command_line("launch", lambda *_, **__: pytest.fail("started"), [*flags.split(), "--", command])
+    assert said in capsys.readouterr().err
