@@ -10,10 +10,10 @@ import pytest
 FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=1"
 
 
-def records(check, *arguments, deadline=280, devices=8):
+def records(check, *arguments, deadline=280, devices=8, flags=""):
     """What a check prints; a failure shows the end of its standard error and the case it had reached."""
     command = [sys.executable, "-m", "tests.jax_impl.context_parallel.worker", check, *map(str, arguments)]
-    environment = os.environ | {"XLA_FLAGS": FLAGS.format(devices), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": f"{FLAGS.format(devices)} {flags}", "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline, check=False)
     except subprocess.TimeoutExpired as late:
@@ -103,6 +103,16 @@ def test_key_buffers_do_not_grow_with_the_ring():
             assert growth > 8 * r["block"], r  # it holds all keys: the check can tell
         else:
             assert growth < r["block"], r
+
+
+def test_remat_and_scan_leave_a_step_beside_each_hop():
+    """K5: the two products of a step beside each hop forward, the five beside each hop backward; only home has none."""
+    kept = "--xla_disable_hlo_passes=optimization-barrier-expander,cse_barrier_expander"
+    [found] = records("overlap", devices=4, flags=kept)
+    assert found["barriers"]  # what a step ties the next hops to is in the program, as it is on a GPU
+    forward, backward = sorted(found["beside"], key=len)
+    assert forward and set(forward) == {2}
+    assert set(backward) == {0, 2, 5} and backward.count(0) == 2, backward
 
 
 @pytest.mark.parametrize("scheme,mask", [

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import sys
 from unittest import mock
 
@@ -246,6 +247,47 @@ def check_memory():
             compiled = jax.jit(passes).lower(*placed, plan).compile()
             temporary[world] = compiled.memory_analysis().temp_size_in_bytes
         yield {"case": scheme, "temporary": temporary, "block": 64 * 256 * 4}
+
+
+def check_overlap():
+    """What could run beside each hop of a ring of 4 whose layers are scanned and rematerialised."""
+    case = Case("ring", "causal", 4, 64, 64, (1, 1), head_dim=16, batch=1)
+    plan = plan_of(case, with_lse=False)
+    x, dout = (cp.shard(a, plan) for a in arrays_of(case)[::3])
+
+    def loss(x):
+        layer = jax.checkpoint(lambda x, _: (x + cp.attend(x, x, x, plan), None))
+        return (jax.lax.scan(layer, x, None, length=2)[0] * dout).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(x).compile().as_text()
+    yield {"case": case.label, "barriers": text.count(" opt-barrier("), "beside": products_beside_hops(text)}
+
+
+def products_beside_hops(text):
+    """For each hop of a program, by computation: the matrix products that neither feed it nor wait for it.
+
+    A product inside a loop, a conditional or a fusion counts as the instruction that holds it.
+    """
+    bodies = re.findall(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    lines = {name: re.findall(r"^\s+(?:ROOT )?%([\w.\-]+) = .*? ([a-z][a-z\-]*)\((.*)$", body, re.MULTILINE)
+             for name, body in bodies}
+
+    @functools.cache
+    def multiplies(operation, rest):
+        called = [name for name in re.findall(r"%([\w.\-]+)", rest) if name in lines]
+        return operation == "dot" or any(multiplies(*line[1:]) for name in called for line in lines[name])
+
+    found = []
+    for instructions in lines.values():
+        behind = {}  # by instruction, all that it waits for; operands stand before their users
+        for name, _, rest in instructions:
+            operands = [o for o in re.findall(r"%([\w.\-]+)", rest) if o in behind]
+            behind[name] = set(operands).union(*(behind[o] for o in operands))
+        products = [name for name, operation, rest in instructions if multiplies(operation, rest)]
+        hops = [name for name, operation, _ in instructions if re.fullmatch("collective-permute(-start)?", operation)]
+        if hops:
+            found.append([sum(p not in behind[hop] and hop not in behind[p] for p in products) for hop in hops])
+    return found
 
 
 def check_api():
