@@ -1,6 +1,7 @@
 """Runs of the bench: one row a case whatever happens, resumed without loss or repetition, bad flags named."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -53,11 +54,15 @@ def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
 def test_an_interrupt_ends_a_run_at_once_and_costs_no_row(tmp_path):
     out = tmp_path / "r.jsonl"
     wanted = ["--stack=torch", "--kernels=naive", "--masks=full", "--seqlens=40,50", "--passes=forward", f"--out={out}"]
-    run = dense(*wanted, "--samples=1000000", "--seconds=600")
-    said = run.stdout.readline()  # how many rows there are: then workers start, and measure for minutes
-    time.sleep(2.0)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(60) and "KeyboardInterrupt" in run.communicate()[1], said
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+    run = dense(*wanted, "--samples=1000000", "--seconds=600", preexec_fn=heeded)
+    try:
+        said = run.stdout.readline()  # how many rows there are: then workers start, and measure for minutes
+        time.sleep(2.0)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) and "KeyboardInterrupt" in run.communicate()[1], said
+    finally:
+        run.kill()
     again = dense(*wanted, "--resume")
     assert again.wait(120) == 0, again.communicate()
     assert [row["status"] for row in records.read(out)] == ["ok"] * 3
