@@ -147,7 +147,7 @@ def test_a_fault_costs_one_row(masks, tmp_path, monkeypatch):
         seed = arguments.get("case", {}).get("seed")
         if name.endswith(":check") and seed in FAULTS:
             task = FAULTS[seed][0]
-            return asked(worker, f"tests.bench.faulty_tasks:{task}", 6.0 if task == "hang" else 60.0)
+            return asked(worker, f"tests.bench.faulty_tasks:{task}", 3.0 if task == "hang" else 60.0)
         return asked(worker, name, deadline, **arguments)
 
     monkeypatch.setattr(engine.Worker, "ask", ask)
@@ -159,7 +159,7 @@ def test_a_fault_costs_one_row(masks, tmp_path, monkeypatch):
         mine = [row for row in rows if row["case"]["mask"] == mask]
         assert [(row["case"]["seed"], row["status"]) for row in mine] == [
             *((seed, status) for seed, (_, status) in FAULTS.items()), (4, "ok")]
-        assert "signal 9" in mine[0]["reason"] and "within 6 s" in mine[1]["reason"]
+        assert "signal 9" in mine[0]["reason"] and "within 3 s" in mine[1]["reason"]
 
 
 def test_a_wrong_kernel_is_a_mismatch_and_is_not_timed(tmp_path, monkeypatch):
