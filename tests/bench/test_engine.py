@@ -1,7 +1,6 @@
 """Runs of the bench: one row a case whatever happens, resumed without loss or repetition, bad flags named."""
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -22,9 +21,13 @@ FAST = Protocol(samples=2, least=1, seconds=0.01, warmups=3)
 FLAGS = ["--q_heads=2", "--kv_heads=1", "--head_dim=16", "--dtype=float32", "--samples=2", "--seconds=0.01"]
 
 
-def dense(*flags, **more):
+HEEDING = ("-c", "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+           "runpy.run_module('bench.dense', run_name='__main__', alter_sys=True)")  # a job in the background ignores it
+
+
+def dense(*flags, start=("-m", "bench.dense"), **more):
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.dense", *FLAGS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, *start, *FLAGS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True, **more)
 
 
@@ -54,8 +57,7 @@ def test_a_killed_run_resumes_with_no_row_lost_and_none_twice(tmp_path):
 def test_an_interrupt_ends_a_run_at_once_and_costs_no_row(tmp_path):
     out = tmp_path / "r.jsonl"
     wanted = ["--stack=torch", "--kernels=naive", "--masks=full", "--seqlens=40,50", "--passes=forward", f"--out={out}"]
-    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
-    run = dense(*wanted, "--samples=1000000", "--seconds=600", preexec_fn=heeded)
+    run = dense(*wanted, "--samples=1000000", "--seconds=600", start=HEEDING)
     try:
         said = run.stdout.readline()  # how many rows there are: then workers start, and measure for minutes
         time.sleep(2.0)
