@@ -151,7 +151,6 @@ class Walk:
         start, end = self.refs.starts[self.head, piece], self.refs.ends[self.head, piece]
         return start, jnp.where(n * self.pieces + j < self.total, end - start, 0)
 
-
     def each_head(self, heads: int, visit):
         """Runs visit(turn, head, n) over all pieces n for each of some heads: the full pieces of all heads first."""
         def one_head(begin, end, g, turn):
@@ -176,6 +175,14 @@ def row_tile(refs: ListRefs, head, place):
     """The row tile at a place of the grid."""
     chosen = refs.order[head, place]
     return jnp.where(chosen == 0, place, chosen - 1)
+
+
+def key_walk(refs: ListRefs, side: int, kv_heads: int, mask_heads: int):
+    """(batch entry, kv head, its walk) of a thread block whose grid is batch, section, place and side."""
+    kv_head = lax.axis_index("section") * side + lax.axis_index("side")
+    mask_head = lax.div(kv_head * mask_heads, jnp.int32(kv_heads))
+    walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
+    return lax.axis_index("batch"), kv_head, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax_impl.kernels.hopper_add import in_register_order, register_shape
 from jax_impl.kernels.hopper_forward import LOG2E, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
-from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk, row_tile, walk_of
+from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk, key_walk
 
 ROLES = 3
 PART = 64  # features of dq that are staged at a time
@@ -139,10 +139,8 @@ class _Backward:
         *refs, dk_g, dv_g = refs
         before, lists = refs[:2], refs[2:]
         s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
-        batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
-        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
-        mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
-        walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
+        batch, kv_head, walk = key_walk(refs, self.side, self.kv_heads, self.mask_heads)
+        warpgroup = lax.axis_index("warpgroup")
         block = _Block(self, s, walk, batch, kv_head, *before)
         for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
 
