@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import LOG2E, round_up, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, round_up, shared_tile
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
@@ -112,7 +112,7 @@ def key_major(
         grid_names=("batch", "section", "part", "place", "side"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER,
         kernel_name="hopper_key_major",
     )(q, k, v, dout, lse, statistics, *buffers, *policy.operands())
     dq, *sums = (x[...] for x in buffers) if with_dq else (None,)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, heads_side_by_side, round_up, shared_tile
 from jax_impl.kernels.hopper_masks import ROW, Head, Place, Policy, Walk
 
 CONSUMERS = 2
@@ -56,7 +56,7 @@ def query_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: 
         grid_names=("batch", "section", "place", "side"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER,
         kernel_name="hopper_query_major",
     )(q, k, v, dout, lse, delta, *policy.operands())
     return dq[:, :q_len]

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
 
 LOG2E = math.log2(math.e)
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +154,7 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         grid_names=("block",),
         num_threads=n + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=COMPILER,
         kernel_name="hopper_forward",
     )(q, k, v, *onto, *policy.operands())
     return onto[1][...] if adds else made[0], lse

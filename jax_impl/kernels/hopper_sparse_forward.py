@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, heads_side_by_side, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import ROW, TILE
 
@@ -92,7 +92,7 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
         grid_names=("batch", "section", "place", "side"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER,
         kernel_name="hopper_sparse_forward",
     )(q, k, v, *lists.operands())
     return out, lse

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import in_register_order, register_shape
-from jax_impl.kernels.hopper_forward import LOG2E, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, ListRefs, Walk, key_walk
@@ -72,7 +72,7 @@ def pairs_backward(
         grid_names=("batch", "section", "place", "side"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER,
         kernel_name="hopper_sparse_pairs",
     )(q, k, v, dout, -lse / (scale * LOG2E), -delta, dq, *lists.operands())
 

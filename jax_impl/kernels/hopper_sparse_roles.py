@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import in_register_order, register_shape
-from jax_impl.kernels.hopper_forward import LOG2E, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk, key_walk
@@ -79,7 +79,7 @@ def roles_backward(
         grid_names=("batch", "section", "place", "side"),
         num_threads=ROLES + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER,
         kernel_name="hopper_sparse_roles",
     )(q, k, v, dout, lse, delta, dq, *grads, *lists.operands())
 
