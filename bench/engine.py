@@ -50,6 +50,8 @@ class Options:
         is skipped. None for no limit.
       longest: (kernel, tokens) pairs; rows of the kernel at more tokens are skipped.
       seconds: after which no further row is begun.
+      ahead: whether several workers compile what they can of a length before any of it is timed, which spares turns;
+        a brief run shows its first rows earlier without.
     """
 
     out: Path
@@ -62,6 +64,7 @@ class Options:
     patience: float | None = None
     longest: tuple[tuple[str, int], ...] = ()
     seconds: float = math.inf
+    ahead: bool = True
 
 
 def open_records(options: Options) -> records.Writer:
@@ -408,7 +411,7 @@ class Session(contextlib.ExitStack):
 
     def build_ahead(self, share: Iterable[tuple[int, Case]]) -> None:
         """With several workers: compiles what of a share would disturb timings if it were compiled later."""
-        for number, case in share if self.options.workers > 1 else ():
+        for number, case in share if self.options.workers > 1 and self.options.ahead else ():
             self._bench.build_ahead(case, number, self._shorter.skip)
 
     def renew(self, case: Case, number: int, last: dict[str, Any] | None) -> None:

@@ -137,16 +137,17 @@ def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
     assert len(spans["reference"]) == len(MASKS)
 
 
-def test_a_build_that_tries_things_on_the_device_is_not_beside_a_timing(answers, tmp_path):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_build_that_tries_things_on_the_device_is_not_beside_a_timing(answers, tmp_path, ahead):
     spans, special = answers
     special["disturbs"] = lambda arguments: True
     built = []
     special["build"] = lambda arguments: built.append(arguments["case"]["seq_len"])
     engine.run([case(mask=mask, seq_len=n) for mask in MASKS for n in (64, 128)],
-               engine.Options(tmp_path / "r.jsonl", workers=3))
-    assert built.count(64) == built.count(128) == 2 * len(MASKS)  # ahead, and found again at its own time
+               engine.Options(tmp_path / "r.jsonl", workers=3, ahead=ahead))
+    assert built.count(64) == built.count(128) == (1 + ahead) * len(MASKS)  # ahead, and found again at its own time
     assert not any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
-    assert sum(b[0] < spans["clock"][0][0] for b in spans["build"]) >= len(MASKS)
+    assert (sum(b[0] < spans["clock"][0][0] for b in spans["build"]) >= len(MASKS)) == ahead
 
 
 def test_a_case_that_cannot_be_compiled_ahead_is_compiled_by_its_first_call(answers, tmp_path):
