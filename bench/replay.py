@@ -17,10 +17,11 @@ import fcntl
 import functools
 import itertools
 import os
+import queue
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from bench.cases import STACKS, ProblemSpec, differing
 from bench.link_model import Links, predict
 from bench.replay_task import works_of
 from bench.timing import Protocol
+from bench.turns import Turns
 from bench.workers import Failure, Worker
 from workload.capability import DYNAMIC_MASKS
 from workload.errors import Unsupported
@@ -59,7 +61,7 @@ class Settings:
       links: what links cost.
       check: whether a small replay is held to the oracle first.
       rate: FLOP/s of a full tile for an estimate without a device, 0 to measure.
-      workers: processes that build at the same time; what is timed is timed alone.
+      workers: processes at work at the same time; what is timed is timed alone.
     """
 
     out: Path
@@ -118,7 +120,7 @@ def settings_of(values: flags.FlagValues) -> Settings:
         links = Links(*(getattr(values, f"link_{f.name}") for f in dataclasses.fields(Links)))
     except ValueError as problem:
         raise ValueError(f"--link_{problem}") from problem
-    protocol = Protocol(samples=5, least=3, seconds=values.seconds)
+    protocol = Protocol(samples=5, least=2, seconds=values.seconds)
     return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
                     values.flop_limit, links, values.check, values.workers, values.estimate_rate)
 
@@ -185,16 +187,22 @@ def _within(spec: ProblemSpec, limit: float) -> ProblemSpec:
 Member = tuple[cp.Case, Schedule]
 
 
+def _joined(found: dict[str, Any], more: Any) -> Any:
+    """Both, or the failure that came instead."""
+    return more if isinstance(more, Failure) else found | more
+
+
 class Replay:
     """A run: groups cases by local shape, has workers build and then time them, writes rows."""
 
-    kind, timer = "replay", "wall time of batches from wait to wait, warm cache"
+    kind = "replay"
 
     def __init__(self, settings: Settings, workers: engine.Workers, writer: records.Writer):
         self.settings, self.workers, self.writer = settings, workers, writer
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
             row["key"]: row for row in records.select(records.read(writer.path), kind=self.kind, status="ok", world=1)}
         self._checked: dict[tuple, Any] = {}
+        self._turns = Turns()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Writes a row for each case that the file lacks, and one for T1 of each problem."""
@@ -213,7 +221,7 @@ class Replay:
             groups.setdefault(shape_key(case, schedule), []).append((case, schedule))
         waiting: list[Member] = []
         for measured in self._measure(list(groups.values())):
-            waiting += measured
+            waiting.append(measured)
             for member in [m for m in waiting if self._single(m[0], ones).key in self._found]:
                 waiting.remove(member)
                 self._write(member[0], self._row(*member, self._single(member[0], ones)))
@@ -245,50 +253,56 @@ class Replay:
         bad = over_limit(errors, case.spec.dtype)
         return {"status": "mismatch", "reason": bad} if bad else None
 
-    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
-        """Builds `workers` groups at a time, each in a process of its own; yields each once it is timed and checked.
+    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Member]:
+        """Yields each case once it is timed and its group checked; each group has a process of its own.
 
-        Nothing builds while something is timed, and one group is timed at a time; checks work on the host.
+        `workers` groups are at work at a time. What builds does so together, what is timed is timed alone, in order.
         """
-        for some in itertools.batched(groups, self.settings.workers):
-            with ThreadPoolExecutor(len(some)) as threads, contextlib.ExitStack() as held:
-                workers = [held.enter_context(Worker(group[0][0].stack)) for group in some]
-                checks: dict[Future, int] = {}
-                for n, built in enumerate(list(threads.map(self._build, workers, some))):
-                    found = self._times(workers[n], built)
-                    checks[threads.submit(self._check, workers[n], some[n], found)] = n
-                    yield from self._kept(some, workers, checks, [f for f in checks if f.done()])
-                yield from self._kept(some, workers, checks, list(checks))
+        told: queue.SimpleQueue = queue.SimpleQueue()
+        with ThreadPoolExecutor(self.settings.workers) as threads, contextlib.ExitStack() as held:
+            order = 0
+            for group in groups:
+                worker = held.enter_context(Worker(group[0][0].stack))
+                threads.submit(self._tell, told, self._group(worker, group, order))
+                order += len(group)
+            for _ in range(order):
+                found = told.get()
+                if isinstance(found, BaseException):
+                    raise found
+                yield found
 
-    def _kept(self, groups, workers, checks: dict[Future, int], done: Sequence[Future]) -> Iterator[Sequence[Member]]:
-        for future in done:
-            n = checks.pop(future)
-            found = future.result()
-            for i, (case, _) in enumerate(groups[n]):
-                self._found[case.key] = found if isinstance(found, Failure) else found | {"runs": found["runs"][i]}
-            workers[n].kill()
-            yield groups[n]
+    @staticmethod
+    def _tell(told: queue.SimpleQueue, members: Iterator[Member]) -> None:
+        try:
+            for member in members:
+                told.put(member)
+        except BaseException as problem:  # raised where the rows are written
+            told.put(problem)
 
-    def _build(self, worker: Worker, group: Sequence[Member]) -> Any:
-        return worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
-                          count=self.settings.ranks)
+    def _group(self, worker: Worker, group: Sequence[Member], order: int) -> Iterator[Member]:
+        """Builds a group, times its cases one by one, checks some of what the first one ran; keeps what was found."""
+        with self._turns.together():
+            found = worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
+                               count=self.settings.ranks)
+        with worker:  # when it ends its memory on the device is the next one's
+            for n, member in enumerate(group):
+                if not isinstance(found, Failure):
+                    found = _joined(found, self._times(worker, n, order + n))
+                if not isinstance(found, Failure) and "spot_errors" not in found:
+                    found = _joined(found, self._spots(worker, member[0]))
+                self._found[member[0].key] = found
+                yield member
 
-    def _times(self, worker: Worker, built: Any) -> Any:
-        if isinstance(built, Failure):
-            return built
-        with open(LOCK, "w") as lock:  # replays that run at the same time take turns at the device
+    def _times(self, worker: Worker, number: int, order: int) -> Any:
+        with self._turns.alone(order), open(LOCK, "w") as lock:  # of replays at the same time one is at the device
             fcntl.flock(lock, fcntl.LOCK_EX)
-            timed = worker.ask(f"{TASKS}:times", self.settings.deadline,
-                               protocol=dataclasses.asdict(self.settings.protocol))
-        return timed if isinstance(timed, Failure) else built | timed
+            return worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
+                              protocol=dataclasses.asdict(self.settings.protocol))
 
-    def _check(self, worker: Worker, group: Sequence[Member], found: Any) -> Any:
-        """What T1 ran is as large as the device allows: its worker goes at once, bench.dense checks such problems."""
-        if isinstance(found, Failure) or group[0][0].world == 1:
-            worker.kill()
-            return found if isinstance(found, Failure) else found | {"spot_errors": {}}
-        errors = worker.ask(f"{TASKS}:spots", self.settings.deadline)
-        return errors if isinstance(errors, Failure) else found | {"spot_errors": errors}
+    def _spots(self, worker: Worker, case: cp.Case) -> Any:
+        """What T1 ran is as large as the device allows, and bench.dense checks such problems."""
+        errors = {} if case.world == 1 else worker.ask(f"{TASKS}:spots", self.settings.deadline)
+        return errors if isinstance(errors, Failure) else {"spot_errors": errors}
 
     def _row(self, case: cp.Case, schedule: Schedule, one: cp.Case) -> dict[str, Any]:
         found, single = self._found[case.key], self._found[one.key]
@@ -301,7 +315,7 @@ class Replay:
             spent = case.world * row[which]["compute"]
             row[which]["rate"] = problem.flops(which) / spent if spent else 0.0
         row |= {"links": dataclasses.asdict(self.settings.links), "errors": self._checked.get(_check_key(case), {}),
-                "ranks_per_step": self.settings.ranks, "timer": self.timer}
+                "ranks_per_step": self.settings.ranks}
         wrong = over_limit(found["spot_errors"], case.spec.dtype)
         if wrong:
             return row | {"status": "mismatch", "reason": wrong}
@@ -326,16 +340,15 @@ class Replay:
 class Estimate(Replay):
     """A replay without a device: the time of a local problem from the tiles that a tiled kernel visits."""
 
-    kind, timer = "replay_estimate", "estimated from visited tiles, not measured"
+    kind = "replay_estimate"
 
     def _wrong(self, case: cp.Case) -> None:
         return None
 
-    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Sequence[Member]]:
-        for group in groups:
-            for case, schedule in group:
-                self._found[case.key] = estimate(schedule, self.settings.ranks, self.settings.rate)
-            yield group
+    def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Member]:
+        for case, schedule in itertools.chain(*groups):
+            self._found[case.key] = estimate(schedule, self.settings.ranks, self.settings.rate)
+            yield case, schedule
 
     def _environment(self, case: cp.Case) -> dict[str, Any]:
         return environment.machine() | {"rate": self.settings.rate, "memory_bandwidth": MEMORY_BANDWIDTH}
@@ -364,7 +377,8 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
             "backward": 10 * cells * problem.head_dim / rate,
         })
     once = [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 16)]
-    return {"kernel": "tiles", "runs": runs, "once": once, "spot_errors": {}}
+    timer = "estimated from visited tiles, not measured"
+    return {"kernel": "tiles", "timer": timer, "runs": runs, "once": once, "spot_errors": {}}
 
 
 def _check_key(case: cp.Case) -> tuple:

@@ -17,7 +17,7 @@ import numpy as np
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from bench.spot_check import spot_errors
-from bench.timing import Protocol
+from bench.timing import Protocol, measure, wall
 from parity.inputs import make_inputs, widened
 from workload.block_masks import BlockMask
 from workload.capability import DYNAMIC_MASKS
@@ -25,9 +25,7 @@ from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule
 
-BATCH_SECONDS = 0.002  # calls are timed in batches about this long
-BATCHES = 64
-LONG_SECONDS, LONGEST_SECONDS = 0.02, 0.1  # calls this long are timed alone: four times, twice
+LONG_SECONDS = 0.02  # a call this long has two samples
 WARM_TOKENS = 512  # of the problem that a stack's compilers are called with before anything is timed
 NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
@@ -199,6 +197,8 @@ class _Group:
     """Cases of equal local shapes, built in a worker: what there is to run, and the programs that run it.
 
     operands: of each distinct problem; the last, where the cases walk, sees nothing (NOTHING).
+    seconds: of both passes, by problem and whether it adds to earlier steps, once timed; once: see `times`.
+    spots: problems and results of which some rows and keys are checked.
     """
 
     works: list[Work]
@@ -206,6 +206,8 @@ class _Group:
     problems: dict[str, AttentionProblem]
     operands: dict[str, Any]
     programs: "_Programs | _Walked"
+    seconds: dict[tuple[str, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
+    once: list[float] = dataclasses.field(default_factory=list)
     spots: list[tuple[AttentionProblem, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -242,8 +244,8 @@ def build(case_list: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     if not stack.compiles_ahead and not isinstance(some.problem.mask, BlockMask):
         _call_compilers(make, stack, chosen, some.problem)
     _ready.append(_Group(works, [s.cells for s in schedules], problems, operands, programs))
-    return {"kernel": chosen.name, "distinct": distinct, "prepare_seconds": prepare_seconds,
-            "compile_seconds": time.perf_counter() - began - prepare_seconds}
+    return {"kernel": chosen.name, "timer": f"{stack.timer}, warm cache", "distinct": distinct,
+            "prepare_seconds": prepare_seconds, "compile_seconds": time.perf_counter() - began - prepare_seconds}
 
 
 def _call_compilers(make, stack, kernel, problem: AttentionProblem) -> None:
@@ -256,30 +258,34 @@ def _call_compilers(make, stack, kernel, problem: AttentionProblem) -> None:
     stack.finish(programs.results(operands, operands))
 
 
-def times(protocol: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the local work that `build` made, of all its cases.
+def times(number: int, protocol: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the local work of one of the cases that `build` was given; what an earlier one ran is not run again.
 
-    Returns: per case its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to
-    what the steps before made; and by pass what a rank of a walk does `once`: out in its dtype and the row sums of
-    out * dout, and dq from the sum that its kernel keeps.
+    Returns: its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to what the
+    steps before made; and by pass what a rank of a walk does `once`: out in its dtype and the row sums of out * dout,
+    and dq from the sum that its kernel keeps.
     """
     group, limits = _ready[0], Protocol(**protocol)
-    programs, seconds = group.programs, {}
-    programs.draw()
-    for name, later in dict.fromkeys((w.name, w.later) for w in group.works):
-        seconds[name, later] = programs.seconds(group.operands[name], later, limits)
-    for name in list(group.operands)[:SPOTS]:
+    programs, works, seconds = group.programs, [w for w in group.works if w.case == number], group.seconds
+    if not programs.inputs:
+        programs.draw()
+    for w in works:
+        if (w.name, w.later) not in seconds:
+            seconds[w.name, w.later] = programs.seconds(group.operands[w.name], w.later, limits)
+    if not group.once:
+        group.once = programs.seconds_once(group.operands[group.works[0].name], limits)
+    for name in () if group.spots else list(dict.fromkeys(w.name for w in works))[:SPOTS]:
         group.spots.append((group.problems[name], programs.results(group.operands[name], group.operands.get(NOTHING))))
-    runs: list[list[dict[str, Any]]] = [[] for _ in group.cells]
-    for w in group.works:
+    runs = []
+    for w in works:
         forward, backward = seconds[w.name, w.later]
-        cells = int(group.cells[w.case][w.step, w.rank])
-        runs[w.case].append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
-    return {"runs": runs, "once": programs.seconds_once(group.operands[group.works[0].name], limits)}
+        cells = int(group.cells[number][w.step, w.rank])
+        runs.append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
+    return {"runs": runs, "once": group.once}
 
 
 def spots() -> dict[str, float]:
-    """The largest errors at spot-checked rows and keys of some problems that `times` ran."""
+    """The largest errors at spot-checked rows and keys of some problems of the case that was timed first."""
     group, found = _ready[0], {}
     for problem, results in group.spots:
         for label, e in spot_errors(group.programs.stack, problem, group.programs.inputs, results).items():
@@ -432,29 +438,8 @@ def _shapes(stack, problem: AttentionProblem):
 
 
 def seconds_of(stack, call, protocol: Protocol) -> float:
-    """Seconds of a call: what a batch twice as long takes longer at its fastest, so that launch and wait cancel.
-
-    The fastest of several, since some batches wait: an allocator that grows, once more calls are in flight than ever
-    before, holds the device up for tens of milliseconds. Of a long call the best of four; of a very long one of two.
-    """
-    def batch(count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        stack.finish(result)
-        return time.perf_counter() - began
-
-    once = min(batch(1), batch(1))
-    if once > LONGEST_SECONDS:
-        return once
-    once = min(once, batch(1), batch(1))
+    """Median seconds of a call by the stack's timer, the cache as it is; a long call has two samples."""
+    once = wall(call, stack.finish)
     if once > LONG_SECONDS:
-        return once
-    count = max(1, min(BATCHES, round(BATCH_SECONDS / max(1e-6, once))))
-    batch(2 * count)
-    began, short, long = time.perf_counter(), [], []
-    while len(long) < protocol.least or (
-            len(long) < protocol.samples and time.perf_counter() - began < protocol.seconds):
-        short.append(batch(count))
-        long.append(batch(2 * count))
-    return (min(long) - min(short)) / count if stack.on_gpu else min(long) / (2 * count)
+        protocol = dataclasses.replace(protocol, samples=2, least=2, warmups=0)
+    return measure(stack.sampler(lambda _: call(), False, once), protocol).median

@@ -144,25 +144,3 @@ def test_bad_flags_are_named(tmp_path, flag):
     command = [sys.executable, "-m", "bench.replay", "--estimate_rate=1e12", f"--out={tmp_path}/rows.jsonl", flag]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and flag.partition("=")[0] in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_batch_that_waits_does_not_count(monkeypatch):
-    """An allocator grows while more calls are in flight than before, and some batches are held up at random."""
-    clock, deepest, draws = [0.0], [0], np.random.default_rng(0)
-
-    class Device:
-        on_gpu, queued = True, 0
-
-        def call(self):
-            self.queued += 1
-
-        def finish(self, _):
-            late = 0.04 * (self.queued > deepest[0]) + 0.02 * (draws.random() < 0.1)
-            deepest[0] = max(deepest[0], self.queued)
-            clock[0] += 1e-4 + 7e-4 * self.queued + late  # launch and wait, the work, what is not the work's
-            self.queued = 0
-
-    monkeypatch.setattr(replay_task.time, "perf_counter", lambda: clock[0])
-    device = Device()
-    found = [replay_task.seconds_of(device, device.call, Protocol(samples=5, least=3, seconds=0.5)) for _ in range(20)]
-    assert found == pytest.approx([7e-4] * 20)
