@@ -273,7 +273,9 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
     cold = measure(sample, limits)
     if brief:
         return {"seconds": cold.record()}
+    waited = getattr(sample, "waited", 0)
     return {
+        "flags": [f"the device may have waited for the host in {waited} samples"] if waited else [],
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
         "peak_bytes": told(ready.compiled, ready.arguments[0]), "peak_method": stack.memory_method,
         "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu and cold.median < LONG else None,

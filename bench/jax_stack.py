@@ -13,8 +13,9 @@ import jaxlib
 import ml_dtypes
 import numpy as np
 
+from bench.device_events import BEGIN, END, DeviceEvents, device_events
 from bench.passes import passes_of
-from bench.timing import difference_sampler, flushes_alone, wall_sampler
+from bench.timing import EventSampler, difference_sampler, flushes_alone, wall_sampler
 from jax_impl import kernels
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
@@ -22,6 +23,7 @@ from workload.problem import AttentionProblem
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
 BATCH_SECONDS = 6e-3  # the runs of a batch of the difference timer last about this long
 BATCHES = (1, 8)
+TUNED = ("naive", "sdpa")  # kernels of which XLA runs variants on the device while it compiles
 
 
 class Stack:
@@ -33,8 +35,23 @@ class Stack:
         self._compiled: dict[Hashable, tuple[Callable, float]] = {}
         self.device = jax.default_backend()
         self.on_gpu = self.device == "gpu"
-        self.timer = "difference of batches with and without the call" if self.on_gpu else "wall time"
         self.memory_method = "XLA's memory analysis: operands, results and temporaries"
+
+    @property
+    def timer(self) -> str:
+        """How a row's seconds are taken."""
+        if not self.on_gpu:
+            return "wall time"
+        return "CUDA events around each call" if self._events[0] else (
+            f"difference of batches with and without the call, for want of events: {self._events[1]}")
+
+    @functools.cached_property
+    def _events(self) -> tuple[DeviceEvents | None, str]:
+        """The process' events, or why there are none."""
+        try:
+            return device_events(), ""
+        except Exception as fault:  # no CUDA driver, or a runtime that takes no handler of ours: told in every row
+            return None, f"{type(fault).__name__}: {fault}"
 
     def environment(self) -> dict[str, Any]:
         """Versions, device and compiler flags of this stack."""
@@ -142,14 +159,29 @@ class Stack:
                               f"{limits['bytes_limit'] / 2**30:.1f} GiB of the device")
 
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
-        """sample(n) -> seconds of call(n); on a GPU by differences, see `bench.timing.difference_sampler`.
+        """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed.
 
-        JAX hands out no events on its stream, and its profiler leaves out the gaps between kernels that events see.
+        The flush is the host's head start, see `bench.timing.EventSampler`; for a warm cache the call runs once more
+        between the two. Where events are not to be had, by differences (`bench.timing.difference_sampler`).
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
-        batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
-        return difference_sampler(call, self.finish, self._flush(), self._alone(batch), batch, cold)
+        events, flush = self._events[0], self._flush()
+        if events is None:
+            batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
+            return difference_sampler(call, self.finish, flush, self._alone(batch), batch, cold)
+
+        def take(n, ahead):
+            for _ in range(ahead):
+                flush()
+            if not cold:
+                call(n)
+            events.mark(BEGIN)
+            result = call(n)
+            seconds = events.seconds(events.mark(END))
+            del result
+            return seconds, events.behind()
+        return EventSampler(take)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _alone(self, batch: int) -> float:
@@ -186,8 +218,8 @@ class Stack:
             self._require_memory(compiled)
 
     def disturbs(self, kernel) -> bool:
-        """Whether `build` may not run beside a timing: on a GPU, for the difference timer needs a quiet host, too."""
-        return self.on_gpu
+        """Whether `build` may not run beside a timing: it uses the device, or the timer needs a quiet host."""
+        return self.on_gpu and (kernel.name in TUNED or self._events[0] is None)
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""

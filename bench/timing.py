@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
 BASELINES = 5
+MOST_AHEAD = 16
 USUAL_RATIO = (1.5, 5.0)  # of a backward pass' time to its forward's: 2.5 times the FLOPs
 SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
 
@@ -125,6 +126,34 @@ def wall(call: Callable[[], object], finish: Callable[[object], object]) -> floa
 def wall_sampler(call: Callable[[int], object], finish: Callable[[object], object]) -> Callable[[int], float]:
     """sample(n) for work that runs on the host: wall time to the finished result."""
     return lambda n: wall(lambda: call(n), finish)
+
+
+class EventSampler:
+    """sample(n): seconds of a run between two events on the device, enqueued behind work that is not timed.
+
+    That work gives the host a head start, so that the run stands in the queue before the device comes to it; else the
+    device waits for the host between the events, and the host is timed. A sample where the device may have waited is
+    taken again with twice the head start, up to `MOST_AHEAD` times the first.
+
+    Args:
+      take: take(n, ahead) runs the work behind `ahead` units of the work that is not timed, and returns the seconds
+        and whether the device had come to the first event before the host had enqueued the last.
+
+    Attributes:
+      waited: samples returned for which the device may have waited all the same.
+    """
+
+    def __init__(self, take: Callable[[int, int], tuple[float, bool]]):
+        self._take, self._ahead, self.waited = take, 1, 0
+
+    def __call__(self, n: int) -> float:
+        """Seconds of a run on input set n."""
+        seconds, waited = self._take(n, self._ahead)
+        while waited and self._ahead < MOST_AHEAD:
+            self._ahead *= 2
+            seconds, waited = self._take(n, self._ahead)
+        self.waited += waited
+        return seconds
 
 
 def flushes_alone(finish: Callable[[object], object], flush: Callable[[], object], batch: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import wall_sampler
+from bench.timing import EventSampler, wall_sampler
 from torch_impl import kernels
 from workload.problem import AttentionProblem
 
@@ -143,24 +143,25 @@ class Stack:
     def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush (cold) that is not timed.
 
-        The device first spins, so that the host has enqueued the call before it is reached: else the host is timed.
+        The device first spins: the host's head start, see `bench.timing.EventSampler`.
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
         flush = self._flush_buffer() if cold else None
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def sample(n):
-            torch.cuda._sleep(HEAD_START)
+        def take(n, ahead):
+            torch.cuda._sleep(ahead * HEAD_START)
             if flush is not None:
                 flush.zero_()
             begin.record()
             result = call(n)
             end.record()
+            behind = begin.query()
             end.synchronize()
             del result
-            return begin.elapsed_time(end) / 1e3
-        return sample
+            return begin.elapsed_time(end) / 1e3, behind
+        return EventSampler(take)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush_buffer(self):

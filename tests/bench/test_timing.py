@@ -7,6 +7,7 @@ import torch
 
 from bench import attention_task, engine, timing
 from bench.timing import (
+    EventSampler,
     Protocol,
     Timing,
     above_ceiling,
@@ -166,6 +167,10 @@ def test_events_stand_behind_work_that_hides_the_host(cold, monkeypatch):
         def record(self):
             went.append(self.name)
 
+        def query(self):
+            went.append("query")
+            return False
+
         def synchronize(self):
             pass
 
@@ -179,4 +184,20 @@ def test_events_stand_behind_work_that_hides_the_host(cold, monkeypatch):
     flush = types.SimpleNamespace(zero_=lambda: went.append("flush"))
     monkeypatch.setattr(type(stack), "_flush_buffer", lambda self: flush)
     assert stack.sampler(lambda n: went.append("call"), cold, 1.0)(0) == 2e-3
-    assert went[2:] == ["spin", *["flush"] * cold, "event 0", "call", "event 1"]
+    assert went[2:] == ["spin", *["flush"] * cold, "event 0", "call", "event 1", "query"]
+
+
+def test_where_the_device_waited_for_the_host_the_head_start_grows():
+    """M8, on a busy host: what the device waits for is not its own time."""
+    asked = []
+
+    def take(n, ahead):
+        asked.append((n, ahead))
+        return 1.0 / ahead, ahead < enough
+
+    sample, enough = EventSampler(take), 4
+    assert [sample(0), sample(1)] == [0.25, 0.25]
+    assert asked == [(0, 1), (0, 2), (0, 4), (1, 4)]  # a head start that was enough is kept
+    assert sample.waited == 0
+    enough = 1000
+    assert sample(2) == 1 / timing.MOST_AHEAD and sample.waited == 1

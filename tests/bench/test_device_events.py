@@ -1,0 +1,113 @@
+"""Events on XLA's stream: a real custom call on the CPU, on a driver that writes down what it is asked."""
+
+import pytest
+
+from bench import attention_task
+from bench.device_events import BEGIN, END, NOT_READY, DeviceEvents
+
+STREAM = 77
+
+
+class Driver:
+    """Of the CUDA driver what `DeviceEvents` calls; every function returns a status."""
+
+    def __init__(self):
+        self.recorded, self.made, self.query, self.record_status = [], 0, NOT_READY, 0
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 5
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        return 0 if context.value == 5 else 201
+
+    def cuEventCreate(self, event, flags):
+        self.made += 1
+        event._obj.value = self.made
+        return 0
+
+    def cuEventRecord(self, event, stream):
+        self.recorded.append((event.value, stream.value))
+        return self.record_status
+
+    def cuEventQuery(self, event):
+        return self.query if event.value == 1 else 999
+
+    def cuEventSynchronize(self, event):
+        return 0
+
+    def cuEventElapsedTime(self, milliseconds, begin, end):
+        milliseconds._obj.value = 1.5 * (end.value - begin.value)
+        return 0
+
+
+def around(events):
+    events.mark(BEGIN)
+    return events.seconds(events.mark(END))
+
+
+def test_two_events_are_recorded_on_xlas_stream():
+    driver = Driver()
+    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    assert [around(events), around(events)] == [1.5e-3, 1.5e-3]
+    assert driver.recorded == [(1, STREAM), (2, STREAM)] * 2
+    assert driver.made == 2
+
+
+def test_it_is_told_whether_the_device_was_there_before_the_host():
+    driver = Driver()
+    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    around(events)
+    assert not events.behind()
+    driver.query = 0
+    around(events)
+    assert events.behind()
+
+
+def test_what_fails_in_xlas_thread_is_raised_by_the_timer():
+    driver = Driver()
+    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    driver.record_status = 400
+    with pytest.raises(RuntimeError, match="cuEventRecord: CUDA error 400"):
+        around(events)
+    driver.record_status = 0
+    assert around(events) == 1.5e-3
+
+
+def test_two_streams_are_no_time():
+    streams = iter([1, 2])
+    events = DeviceEvents("cpu", Driver(), lambda frame: next(streams))
+    with pytest.raises(RuntimeError, match="different streams"):
+        around(events)
+
+
+def test_a_cpu_has_no_stream_and_says_so():
+    """XLA's own answer, through the structures of its interface."""
+    with pytest.raises(RuntimeError, match="XLA gave no stream"):
+        around(DeviceEvents("cpu", Driver()))
+
+
+def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
+    stack, went = attention_task.stack_of("jax"), []
+
+    class Events:
+        def mark(self, which):
+            went.append(which)
+            return which
+
+        def seconds(self, last):
+            assert last == END
+            return 2e-3
+
+        def behind(self):
+            return len(went) < 5
+
+    monkeypatch.setattr(stack, "on_gpu", True)
+    monkeypatch.setitem(stack.__dict__, "_events", (Events(), ""))
+    monkeypatch.setattr(type(stack), "_flush", lambda self: lambda: went.append("flush"))
+    assert stack.timer == "CUDA events around each call"
+    assert stack.sampler(lambda n: went.append("call"), True, 1.0)(0) == 2e-3
+    assert went == ["flush", BEGIN, "call", END, "flush", "flush", BEGIN, "call", END]  # the first came too late
+    went[:] = [None] * 5
+    stack.sampler(lambda n: went.append("call"), False, 1.0)(0)
+    assert went[5:] == ["flush", "call", BEGIN, "call", END]
