@@ -13,6 +13,7 @@ Several jobs, each with workers of its own, check kernels side by side; on a GPU
 timed are timed afterwards, nothing beside them, the stacks in turns.
 """
 
+import concurrent.futures
 import contextlib
 import math
 import os
@@ -84,18 +85,19 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     with contextlib.ExitStack() as held:
         out = Path(values.out)
         writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
-        first = held.enter_context(engine.Workers())
-        first.start(STACKS, values.deadline)
-        gpu = engine.on_gpu(first, values.deadline)
-        gpus = first["jax"].ask(f"{engine.TASKS}:devices", values.deadline) if gpu else 0
+        workers = [held.enter_context(engine.Workers()) for _ in range(values.jobs or 1)]
+        with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
+            list(threads.map(lambda several: several.start([*STACKS, "judge"], values.deadline), workers))
+        gpu = engine.on_gpu(workers[0], values.deadline)
+        gpus = workers[0]["jax"].ask(f"{engine.TASKS}:devices", values.deadline) if gpu else 0
         of_kernels, of_schemes = cells_of(values, gpus)
         todo = {cell.key for cell in of_kernels} | {cell.key for cell in of_schemes}
         left = len(todo - writer.keys)
         console.print(f"{len(todo)} cells, {len(todo) - left} of them done; records: {out}")
         rows = Rows(writer, left, console, values.seconds or math.inf)
         problems = Problems(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="parity-"))), values.deadline)
-        jobs = values.jobs or (min(MOST_JOBS, len(os.sched_getaffinity(0)) // 2) if gpus else 1)
-        workers = [first, *(held.enter_context(engine.Workers()) for _ in range(jobs - 1))]
+        most = min(MOST_JOBS, len(os.sched_getaffinity(0)) // 2) if gpus and not values.jobs else len(workers)
+        workers += [held.enter_context(engine.Workers()) for _ in range(most - len(workers))]
         kernels = [cell for cell in of_kernels if cell.key not in writer.keys]
         parity_kernels.run(kernels, rows, problems, values.deadline, workers)
         for several in workers:

@@ -80,24 +80,29 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, deadline: flo
     made = problems.of(cell.spec, workers)
     if isinstance(made, Failure):
         return row | {"status": made.status, "reason": made.reason}
-    row |= {"errors": {}, "sources": {}, "prepare_seconds": {}, "compile_seconds": {}}
-    wrong, results = [], {}
-    for stack in STACKS:
+
+    def check(stack: str) -> tuple[Any, dict[str, np.ndarray]]:
         with tempfile.NamedTemporaryFile(suffix=".npz") as keep:
             found = workers[stack].ask(f"{engine.TASKS}:check", deadline, case=cell.of(stack),
                                        reference=made["reference"], keep=keep.name, inputs=made[stack])
             if isinstance(found, Failure):
-                return row | {"status": found.status, "reason": f"{stack}: {found.reason}"}
+                return found, {}
             with np.load(keep.name) as held:
-                results[stack] = {name: held[name] for name in held.files}
-        row["budget"], row["oracle"] = found["budget"], found["oracle"]
-        row["errors"][stack] = found["errors"]
-        row["sources"][stack] = found["source"]
-        for name in ("prepare_seconds", "compile_seconds"):
-            row[name][stack] = found[name]
-        wrong += [f"{stack} {line}" for line in found["wrong"]]
+                return found, {name: held[name] for name in held.files}
+
+    with concurrent.futures.ThreadPoolExecutor(len(STACKS)) as threads:  # their compilers take most of the time
+        checked = dict(zip(STACKS, threads.map(check, STACKS), strict=True))
+    for stack, (found, _) in checked.items():
+        if isinstance(found, Failure):
+            return row | {"status": found.status, "reason": f"{stack}: {found.reason}"}
+    told = {stack: found for stack, (found, _) in checked.items()}
+    row |= {"budget": told["torch"]["budget"], "oracle": told["torch"]["oracle"]}
+    for there, name in (("errors", "errors"), ("sources", "source"), ("prepare_seconds", "prepare_seconds"),
+                        ("compile_seconds", "compile_seconds")):
+        row[there] = {stack: found[name] for stack, found in told.items()}
     row["budget_cross"] = cross_budget(row["budget"])
-    row["errors"]["cross"] = errors(results["jax"], results["torch"])
+    row["errors"]["cross"] = errors(*(results for _, results in checked.values()))
+    wrong = [f"{stack} {line}" for stack, found in told.items() for line in found["wrong"]]
     wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
     return row | {"status": "mismatch", "reason": "; ".join(wrong)} if wrong else row
 
