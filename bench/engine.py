@@ -123,14 +123,17 @@ class References:
     def __init__(self, workers: Workers, folder: Path, deadline: float):
         self._workers, self._folder, self._deadline = workers, folder, deadline
         self._found: dict[str, str | Failure] = {}
+        self._locks: dict[str, tuple[int, threading.Lock]] = {}  # of each problem: who wants another does not wait
         self._lock = threading.Lock()
 
     def of(self, case: Case) -> str | Failure:
         """The path of a problem's reference, or why there is none."""
         label = case.spec.label
         with self._lock:
+            number, lock = self._locks.setdefault(label, (len(self._locks), threading.Lock()))
+        with lock:
             if label not in self._found:
-                path = str(self._folder / f"{len(self._found)}.npz")
+                path = str(self._folder / f"{number}.npz")
                 found = self._workers["judge"].ask(
                     f"{TASKS}:reference", self._deadline, spec=case.record(), path=path, whole_cells=WHOLE_CELLS)
                 self._found[label] = found if isinstance(found, Failure) else path
@@ -218,6 +221,11 @@ class Bench:
             if not ask("refuse") and not skip({"case": case.record()} | ask("describe")) and ask("disturbs"):
                 with self.turns.together():
                     self._built(case, ask)
+
+    def judge_ahead(self, case: Case) -> None:
+        """Computes a case's reference before its first row asks for it; beside checks, never beside a timing."""
+        with self.turns.together(patient=True):
+            self.references.of(case)
 
     def _ask(self, case: Case, number: int) -> Callable[..., Any]:
         """ask(task, ...) of the case's worker; raises `_Ended` where it fails. A row tells what its tasks took."""
@@ -414,6 +422,16 @@ class Session(contextlib.ExitStack):
         for number, case in share if self.options.workers > 1 and self.options.ahead else ():
             self._bench.build_ahead(case, number, self._shorter.skip)
 
+    def judge_ahead(self, cases: Iterable[Case], over: Callable[[], bool]) -> None:
+        """With several workers: computes the references of problems in the order in which they come."""
+        firsts: dict[str, Case] = {}
+        for case in cases if self.options.workers > 1 else ():
+            firsts.setdefault(case.spec.label, case)
+        for case in firsts.values():
+            if over():
+                return
+            self._bench.judge_ahead(case)
+
     def renew(self, case: Case, number: int, last: dict[str, Any] | None) -> None:
         """Ends a worker that may never give back what its last rows took, before it goes on to other shapes."""
         if last is None or (last["case"]["kernel"], last["case"]["seq_len"]) == (case.kernel, case.spec.seq_len):
@@ -455,9 +473,10 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
                         console.print(f"[{at}/{len(left)}] {line(row)}", markup=False)
 
         lists = shares(left, options.workers)
-        with concurrent.futures.ThreadPoolExecutor(len(lists) or 1) as threads:
+        with concurrent.futures.ThreadPoolExecutor(len(lists) + 1) as threads:
             try:
-                for done in [threads.submit(work, share) for share in lists]:
+                works = [threads.submit(session.judge_ahead, left, over)]
+                for done in [threads.submit(work, share) for share in lists] + works:
                     done.result()
             except BaseException:  # an interrupt: what the others are at is not waited for
                 stopped.set()

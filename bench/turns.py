@@ -20,10 +20,13 @@ class Turns:
         self._waiting: list[Any] = []
 
     @contextlib.contextmanager
-    def together(self):
-        """Among others, but not beside one who is alone."""
+    def together(self, patient: bool = False):
+        """Among others, but not beside one who is alone.
+
+        patient: whether those who wait to be alone go first, too: who comes again at once would keep them waiting.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+            self._changed.wait_for(lambda: not self._alone and not (patient and self._waiting))
             self._together += 1
         try:
             yield

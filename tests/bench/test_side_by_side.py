@@ -93,6 +93,36 @@ def test_all_who_wait_to_be_alone_go_before_anyone_works_together_again():
     assert sorted(went[:3]) == ["a", "b", "c"] and went[3:] == ["together"] * 3
 
 
+def test_who_is_patient_goes_behind_those_who_wait_to_be_alone():
+    """Who comes again and again would keep them waiting."""
+    turns, went, inside = Turns(), [], threading.Event()
+
+    def first():
+        with turns.together():
+            inside.set()
+            until = time.monotonic() + 20
+            while not turns._waiting and time.monotonic() < until:
+                time.sleep(0.001)
+            patient.start()
+            time.sleep(0.02)  # in which it would have gone in
+
+    def alone():
+        with turns.alone():
+            went.append("alone")
+
+    def background():
+        with turns.together(patient=True):
+            went.append("patient")
+
+    patient, threads = threading.Thread(target=background), [threading.Thread(target=x) for x in (first, alone)]
+    threads[0].start()
+    assert inside.wait(20)
+    threads[1].start()
+    for thread in (*threads, patient):
+        thread.join(20)
+    assert went == ["alone", "patient"]
+
+
 def test_who_is_alone_lets_go_when_it_fails():
     turns = Turns()
     for kind in ("alone", "together", "alone"):
@@ -135,6 +165,42 @@ def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
     assert any(overlaps(a, b) for a, b in itertools.combinations(spans["check"], 2))
     assert any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
     assert len(spans["reference"]) == len(MASKS)
+
+
+def test_a_problem_is_judged_once_and_ahead_of_its_rows(answers, tmp_path):
+    """Nor does who wants a reference that is there wait for another that is being made."""
+    spans, special = answers
+    made, all_made = [], threading.Event()
+
+    def judge(arguments):
+        made.append(arguments["spec"]["mask"])
+        if len(made) == len(MASKS):
+            all_made.set()
+        return {}
+
+    special["reference"] = judge
+    special["describe"] = lambda arguments: {"flops": 1e12, "bytes": 1 if all_made.wait(20) else 0}
+    engine.run([case(kernel, mask) for kernel in ("naive", "sdpa") for mask in MASKS],
+               engine.Options(tmp_path / "r.jsonl", workers=2))
+    assert sorted(made) == sorted(MASKS)
+    assert max(x[1] for x in spans["reference"]) <= min(x[0] for x in spans["check"])
+
+    reading, entered = threading.Event(), threading.Event()
+
+    class Judge:
+        def ask(self, task, deadline, spec, **_):
+            if spec["mask"] == "full":
+                entered.set()
+                assert reading.wait(20)
+
+    references = engine.References({"judge": Judge()}, tmp_path, 1.0)
+    here = references.of(case())
+    slow = threading.Thread(target=references.of, args=(case(mask="full"),))
+    slow.start()
+    assert entered.wait(20) and references.of(case("sdpa")) == here
+    reading.set()
+    slow.join(20)
+    assert references.of(case(mask="full")) != here
 
 
 @pytest.mark.parametrize("ahead", [True, False])
