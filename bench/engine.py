@@ -12,7 +12,6 @@ import datetime
 import itertools
 import json
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +21,12 @@ from typing import Any
 from rich.console import Console
 
 from bench import environment, records
-from bench.cases import STACKS, Case
+from bench.cases import STACKS, Case, ordered, shares
 from bench.shorter import Shorter
 from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
 from bench.turns import Turns
 from bench.workers import Failure, Worker
+from workload.scratch import scratch
 
 TASKS = "bench.attention_task"
 GPU_BACKENDS = ("gpu", "cuda")
@@ -344,38 +344,6 @@ def flag(row: dict[str, Any], seen: dict[tuple, float]) -> dict[str, Any]:
     return row | {"flags": [*row["flags"], *filter(None, complaints)]}
 
 
-def ordered(cases: Iterable[Case]) -> list[Case]:
-    """Full masks first (others are held against them), then by problem, so that a reference serves all its rows.
-
-    Problems of a length stay in the order in which they come.
-    """
-    unique = {case.key: case for case in cases}
-    came = {label: n for n, label in enumerate(dict.fromkeys(case.spec.label for case in unique.values()))}
-    return sorted(unique.values(), key=lambda c: (
-        c.spec.seq_len, c.spec.mask != "full", came[c.spec.label], c.kernel, c.which != "forward", c.stack))
-
-
-def shares(cases: Sequence[Case], workers: int) -> list[list[tuple[int, Case]]]:
-    """Who measures what, as (number of the worker, case) lists, one a thread.
-
-    One worker a stack: all cases in one list, as they are ordered. Several: each takes the same kernels and masks at
-    every length, short ones first, so that what it compiled serves again, and a row finds those of shorter lengths.
-    """
-    if workers == 1:
-        return [[(0, case) for case in cases]]
-    out = []
-    for stack in sorted({case.stack for case in cases}):
-        mine = [case for case in cases if case.stack == stack]
-        kinds = sorted({(c.kernel, c.spec.mask != "full", c.spec.mask) for c in mine})
-        place = {kind: n * workers // len(kinds) for n, kind in enumerate(kinds)}
-        lists: list[list[tuple[int, Case]]] = [[] for _ in range(workers)]
-        for case in sorted(mine, key=lambda c: c.spec.seq_len):
-            number = place[case.kernel, case.spec.mask != "full", case.spec.mask]
-            lists[number].append((number, case))
-        out += [x for x in lists if x]
-    return out
-
-
 class Session(contextlib.ExitStack):
     """A run that is open: its record file, workers, references and ceilings. Several threads may measure.
 
@@ -387,8 +355,7 @@ class Session(contextlib.ExitStack):
         self.options = options
         self.writer = self.enter_context(open_records(options))
         self.workers = self.enter_context(Workers(options.memory))
-        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="reference-"))
-        references = References(self.workers, Path(folder), options.deadline)
+        references = References(self.workers, self.enter_context(scratch("reference")), options.deadline)
         ceilings = Ceilings(self.workers, self.writer, STACKS, options)
         self._bench = Bench(self.workers, references, ceilings, Turns(), options)
         self._seen: dict[tuple, float] = {}

@@ -18,7 +18,6 @@ import contextlib
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from absl import app, flags
@@ -30,6 +29,7 @@ from bench.parity_cells import Problems, Rows
 from bench.report import tables
 from parity.matrix import CPU_SHAPES, GPU_SHAPES, KERNEL_SHAPES, RANK_SHAPES, SHAPES
 from workload.problem import PASSES
+from workload.scratch import scratch
 from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -95,7 +95,7 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
         left = len(todo - writer.keys)
         console.print(f"{len(todo)} cells, {len(todo) - left} of them done; records: {out}")
         rows = Rows(writer, left, console, values.seconds or math.inf)
-        problems = Problems(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="parity-"))), values.deadline)
+        problems = Problems(held.enter_context(scratch("parity")), values.deadline)
         most = min(MOST_JOBS, len(os.sched_getaffinity(0)) // 2) if gpus and not values.jobs else len(workers)
         workers += [held.enter_context(engine.Workers()) for _ in range(most - len(workers))]
         kernels = [cell for cell in of_kernels if cell.key not in writer.keys]

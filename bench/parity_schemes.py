@@ -8,7 +8,6 @@ own mesh, where both are joined and judged. Ranks of JAX are the devices of one 
 import concurrent.futures
 import contextlib
 import dataclasses
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from bench.workers import Failure, Worker
 from parity.budgets import cross_budget
 from parity.compare import over_budget
 from workload.errors import Unsupported
+from workload.scratch import scratch
 
 JAX, TORCH = "bench.parity_jax_ranks", "bench.parity_torch_ranks"
 
@@ -125,8 +125,8 @@ class Run:
         made = self._problems.of(cell.case.spec, self._workers)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            found = self._exchange(cell, made, folder)
+        with scratch("schemes") as folder:
+            found = self._exchange(cell, made, str(folder))
             if isinstance(found, Failure):
                 return row | {"status": found.status, "reason": found.reason}
             wrong = found.pop("wrong")
@@ -134,7 +134,7 @@ class Run:
             wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
             if wrong:
                 return row | {"status": "mismatch", "reason": "; ".join(wrong)}
-            return row | self._throughput(cell, made["jax"], folder) if self._on_gpu else row
+            return row | self._throughput(cell, made["jax"], str(folder)) if self._on_gpu else row
 
     def _exchange(self, cell: Cell, made: dict[str, str], folder: str) -> dict[str, Any] | Failure:
         """Runs both stacks, each on the shards of the other's checkpoint; what JAX says of the results."""

@@ -20,10 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from workload.scratch import scratch
 
 RECORD_BYTES = 1024
 LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
@@ -212,12 +213,12 @@ def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: f
 
     Raises: `RankFailure`; no process of this host's ranks outlives the call.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _guard() as guarded:
+    with scratch("ranks") as folder, _guard() as guarded:
         children: list[_Child] = []
         try:
             for local in range(ranks):
                 place = Place(host * ranks + local, hosts * ranks, local, ranks, coordinator)
-                children.append(_start(command, place, Path(folder), environ))
+                children.append(_start(command, place, folder, environ))
                 _living.append(children[-1].process)
                 guarded(children[-1].process.pid)
             _watch(children, time.monotonic() + deadline_s, deadline_s)

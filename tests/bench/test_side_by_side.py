@@ -8,8 +8,7 @@ import time
 import pytest
 
 from bench import engine, records
-from bench.cases import Case, ProblemSpec
-from bench.engine import shares
+from bench.cases import Case, ProblemSpec, shares
 from bench.shorter import Shorter
 from bench.turns import Turns
 from bench.workers import Failure
