@@ -1,13 +1,14 @@
 """A case of the context-parallel bench: one scheme on one attention problem over some ranks; its key names it all."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from absl import flags
 
 from bench.cases import STACKS, ProblemSpec
 from bench.options import choose, define_list
+from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule, make_schedule
 from workload.sharding import KINDS, shardings
@@ -135,6 +136,29 @@ def trace_key(case: Case) -> str:
     return f"trace/{case.key}"
 
 
+def check_head_groups(case: Case) -> None:
+    """ValueError where the heads of a case cannot travel and compute in its groups; a refused topology is a row's."""
+    try:
+        schedule = dataclasses.replace(case, sharding="contiguous").schedule()
+    except Unsupported:
+        return
+    try:
+        schedule.check_head_groups(case.head_groups)
+    except Unsupported as problem:
+        raise ValueError(f"--head_groups: {problem}, on {case.world} ranks") from problem
+
+
+def work_of(case: Case, schedule: Schedule) -> Hashable:
+    """Equal for cases of which ranks execute one and the same: a head exchange restores the order of any sharding, and
+    usp without an exchange is the ring.
+    """
+    signature = schedule.signature
+    if signature.scheme == "usp" and signature.topology.ulysses == 1:
+        signature = dataclasses.replace(signature, scheme="ring")
+    held = tuple(p.tobytes() for s in (schedule.q_sharding, schedule.kv_sharding) for p in s.positions)
+    return case.stack, case.kernel, case.head_groups, case.spec.label, signature, hash(held)
+
+
 def operand_bytes(signature: Signature, which: str) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a pass, by kind."""
     found: dict[str, int] = {}
@@ -144,7 +168,10 @@ def operand_bytes(signature: Signature, which: str) -> dict[str, int]:
 
 
 def plan_of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """What a row tells of its schedule: steps, bytes of each pass, balance."""
+    """What a row tells of its schedule: steps, bytes of each pass, balance.
+
+    worst_step: largest over mean area of the ranks, at the step where it is largest.
+    """
     signature = schedule.signature
     return {
         "steps": len(signature.steps),
@@ -152,4 +179,5 @@ def plan_of_schedule(schedule: Schedule) -> dict[str, Any]:
         "wire_bytes": {which: signature.wire_bytes(which) for which in ("forward", "backward")},
         "total_balance": schedule.total_balance, "step_balance": schedule.step_balance,
         "redundancy": schedule.redundancy(), "rotations_left_out": schedule.rotations_left_out,
+        "idle_deliveries": schedule.idle_deliveries, "worst_step": float(schedule.step_imbalance.max()),
     }

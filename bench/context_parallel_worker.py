@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ import numpy as np
 
 from bench import environment, records, trace
 from bench.cases import ProblemSpec
-from bench.context_parallel_cases import Case, from_record, is_among, operand_bytes, plan_of_schedule, trace_key
+from bench.context_parallel_cases import (
+    Case,
+    from_record,
+    is_among,
+    operand_bytes,
+    plan_of_schedule,
+    trace_key,
+    work_of,
+)
 from bench.context_parallel_job import RESULTS, TRACED_CALLS, Agreed, Job, Ready, at_length, problem_of
 from bench.link_model import links_of, predict
 from bench.timing import Protocol
@@ -46,9 +54,15 @@ LINK_KINDS = {  # what leaves a rank of `world`, for an operand of one byte
 # ---- a row ---------------------------------------------------------------------------------------
 
 
-def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The row of a case, equal on all ranks."""
-    row = _new_row(job, case)
+def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]], measured: dict[Hashable, dict[str, Any]]
+                 ) -> dict[str, Any]:
+    """The row of a case, equal on all ranks.
+
+    Args:
+      checked: of `checks_of`.
+      measured: this job's good rows by `work_of`, which stand for other cases of the same work.
+    """
+    row, whole = _new_row(job, case), time.perf_counter()
     try:
         if case.world > job.world:
             raise Agreed("unsupported", f"world {case.world}: the job has {job.world} ranks")
@@ -56,6 +70,10 @@ def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> di
         began = time.perf_counter()
         schedule = job.agreed(lambda: case.schedule(problem))
         row["schedule_seconds"] = time.perf_counter() - began
+        work = work_of(case, schedule)
+        if work in measured:
+            same = measured[work]
+            return same | {"key": row["key"], "case": row["case"], "measured_as": same["key"]}
         row |= {"flops": {which: problem.flops(which) for which in PASSES}, "area": problem.mask.area,
                 "schedule": plan_of_schedule(schedule)}
         if case.any_length in checked:
@@ -69,8 +87,9 @@ def measure_case(job: Job, case: Case, checked: dict[str, dict[str, Any]]) -> di
             row |= clock(job, case, schedule)
         if not all(row["bytes_match"].values()):
             reason = f"bytes handed to collectives are not the schedule's: {row['moved']}"
-            row |= {"status": "mismatch", "reason": reason}
-        return row
+            return row | {"status": "mismatch", "reason": reason}
+        measured[work] = row | {"row_seconds": time.perf_counter() - whole}
+        return measured[work]
     except Agreed as failure:
         return row | {"status": failure.status, "reason": failure.reason}
 
@@ -272,7 +291,8 @@ def run(job: Job, out: str) -> None:
             row = links_row(job)
             _write(job, out, row)
         job.links = links_of(row["links"], job.world) if row["status"] == "ok" else None
-    rows = [(case.key, functools.partial(measure_case, job, case, checked)) for case in cases]
+    measured: dict[Hashable, dict[str, Any]] = {}
+    rows = [(case.key, functools.partial(measure_case, job, case, checked, measured)) for case in cases]
     rows += [(trace_key(case), functools.partial(trace_row, job, case)) for case in traced]  # last: profilers can fail
     for key, made in rows:
         if max(job.gather(time.time())) > request.until:

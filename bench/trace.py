@@ -29,12 +29,16 @@ def device_events(seen: dict[str, Any]) -> list[dict[str, Any]]:
 def last_call(seen: dict[str, Any], calls: int) -> dict[str, Any]:
     """The trace of the last of equal calls that were traced back to back: the first ones bring the ranks together.
 
-    Raises ValueError where the trace does not fall into equal parts.
+    Of a name that does not occur equally often in each, what is first is none of a call's (a profiler's own work).
+    Raises ValueError where nothing occurs in all of them.
     """
-    events = sorted(device_events(seen), key=lambda e: float(e["ts"]))
-    if len(events) % calls:
-        raise ValueError(f"{len(events)} device events in {calls} equal calls")
-    begin = float(events[-(len(events) // calls)]["ts"]) if events else 0.0
+    names: dict[str, list[dict[str, Any]]] = {}
+    for event in sorted(device_events(seen), key=lambda e: float(e["ts"])):
+        names.setdefault(event["name"], []).append(event)
+    last = [event for same in names.values() for event in same[len(same) - len(same) // calls :]]
+    if names and not last:
+        raise ValueError(f"no device event occurs in all of {calls} equal calls: {', '.join(names)}")
+    begin = min((float(e["ts"]) for e in last), default=0.0)
     told = [e for e in seen["traceEvents"] if e.get("ph") != "X" or float(e["ts"]) >= begin]
     return seen | {"traceEvents": told}
 

@@ -48,6 +48,10 @@ def cause(row: Row) -> str:
             f"at each step all ranks wait for the busiest: they work {told['step_balance']:.0%} of the time")
         if told["total_balance"] > told["step_balance"] + 0.1:
             reasons.append(f"although their totals are balanced to {told['total_balance']:.0%}")
+    if told.get("worst_step", 1) > 2:
+        reasons.append(f"at the worst step the busiest has {told['worst_step']:.3g} x the mean")
+    if told.get("idle_deliveries", 0) > 0.1:
+        reasons.append(f"{told['idle_deliveries']:.0%} of the delivered blocks are of no use to who gets them")
     if told["redundancy"] > 1.5:
         reasons.append(f"{told['redundancy']:.3g} x the bytes that are needed travel")
     for which in ("forward", "backward"):

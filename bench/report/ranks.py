@@ -76,16 +76,18 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
                 for row in rows if row["kind"] == "links" and row["status"] == "ok"}
     found = []
     for row in sorted(real(rows), key=_order):
-        replay = played.get(("replay", row["key"]))
-        guess = replay or played.get(("replay_estimate", row["key"]))
+        case = from_record(row["case"])
+        plain = dataclasses.replace(case, head_groups=1).key  # groups of heads compute the same, in turn
+        replay = played.get(("replay", plain))
+        guess = replay or played.get(("replay_estimate", plain))
         links = measured.get((row["case"]["stack"], row["case"]["world"]))
         if guess is None or links is None:
             continue
-        signature = from_record(row["case"]).schedule().signature
+        signature = case.schedule().signature
         for which in PASSES:
             scale = 1.0 if replay else row["single_seconds"][which] / guess["one_device"][which]["seconds"]
             local = [scale * seconds for seconds in guess[which]["slowest"]]
-            predicted = predict(signature, which, local, links)
+            predicted = predict(signature, which, local, links, case.head_groups)
             found.append(Comparison(row, which, "replay" if replay else "tiles", row["seconds"][which]["median"],
                                     predicted.total, predicted.compute))
     return found
