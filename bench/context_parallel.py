@@ -20,7 +20,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,9 @@ from bench import context_parallel_cases as cp
 from bench import environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
+from workload.capability import DYNAMIC_MASKS
 from workload.ranks import RankFailure, end_all
+from workload.scratch import scratch
 from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -86,6 +87,9 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
             for case in cp.cases_of(values, stack, spec, world):
                 out += [dataclasses.replace(case, travel=travel, head_groups=n)
                         for n in groups if n == 1 or case.scheme in cp.GROUPED]
+    for case in {(c.scheme, c.world, c.head_groups, c.spec.mask in DYNAMIC_MASKS): c for c in out}.values():
+        if case.head_groups > 1:
+            cp.check_head_groups(case)
     return sorted(out, key=lambda case: case.head_groups)  # in the order of what they tell if time runs out
 
 
@@ -145,9 +149,9 @@ class Jobs:
         by_stack: dict[str, list[cp.Case]] = {}
         for case in cases:
             by_stack.setdefault(case.stack, []).append(case)
-        with tempfile.TemporaryDirectory(prefix="jobs-") as folder, ThreadPoolExecutor(len(STACKS)) as threads:
-            self.request |= {"references": folder}
-            turns = [Path(folder) / str(n) for n in range(len(by_stack) + 1)]
+        with scratch("jobs") as folder, ThreadPoolExecutor(len(STACKS)) as threads:
+            self.request |= {"references": str(folder)}
+            turns = [folder / str(n) for n in range(len(by_stack) + 1)]
             running: list[Future] = []
             try:
                 for members, mine, following in zip(by_stack.values(), turns, turns[1:], strict=False):
@@ -201,8 +205,8 @@ class Jobs:
         if until < math.inf:
             request["until"] = until
             seconds = min(seconds, until - time.time() + self.deadline)
-        with tempfile.TemporaryDirectory(prefix="cases-") as folder:
-            path = Path(folder) / "cases.json"
+        with scratch("cases") as folder:
+            path = folder / "cases.json"
             path.write_text(json.dumps(request))
             command = [sys.executable, "-m", f"bench.context_parallel_{stack}_worker", str(path), str(self.out)]
             try:

@@ -12,7 +12,7 @@ import pytest
 
 from bench import context_parallel, records
 from bench.cases import ProblemSpec
-from bench.context_parallel_cases import Case, from_record
+from bench.context_parallel_cases import Case, from_record, work_of
 from workload.ranks import RankFailure
 
 SPEC = ProblemSpec("causal", 128, 0, 1, 4, 2, 16, "float32")
@@ -135,11 +135,25 @@ def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flag,words", [
     ("--worlds=0", "--worlds: '0' is no positive number"), ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
     ("--inside", "--inside: jax times no step alone"),
+    ("--head_groups=3", "--head_groups: ulysses: head_groups 3: a rank has 4 kv heads, on 2 ranks"),
+    ("--head_groups=2 --masks=uniform_block", "--head_groups: ulysses: head_groups 2: the mask differs by head"),
 ])
 def test_a_bad_flag_is_named(flag, words, tmp_path):
-    command = [sys.executable, "-m", "bench.context_parallel", flag, f"--out={tmp_path / 'rows.jsonl'}"]
+    command = [sys.executable, "-m", "bench.context_parallel", *flag.split(), f"--out={tmp_path / 'rows.jsonl'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_cases_of_the_same_work_are_known():
+    """A head exchange restores the order of any sharding; usp without one is the ring; others are work of their own."""
+    def work(scheme, kind, **more):
+        case = Case("jax", scheme, SPEC, 2, kind, **more)
+        return work_of(case, case.schedule())
+
+    assert work("ulysses", "zigzag") == work("ulysses", "balanced") == work("ulysses", "contiguous")
+    assert work("usp", "zigzag") == work("ring", "zigzag") != work("ring", "contiguous")
+    assert work("usp", "zigzag", ulysses=2) != work("ring", "zigzag")
+    assert work("ulysses", "zigzag", head_groups=2) != work("ulysses", "zigzag") != work("all_gather", "zigzag")
 
 
 @pytest.mark.slow
@@ -149,11 +163,12 @@ def test_both_stacks_measure_and_agree_on_the_bytes(tmp_path):
     request = {"protocol": {"samples": 2, "least": 1, "seconds": 0.01}, "check_len": 96, "deadline": 100,
                "links": [256, 4096], "trace": [["ring", "causal"]]}
     cases = [Case(stack, scheme, SPEC, 2, head_groups=groups) for stack in ("torch", "jax")
-             for scheme, groups in (("ring", 1), ("all_gather", 2))]
+             for scheme, groups in (("ring", 1), ("usp", 1), ("all_gather", 2))]
     context_parallel.Jobs(out, request, 100.0, ahead=True).run(cases)
     rows = records.read(out)
     links, traces, rows = ([r for r in rows if r["kind"] == kind] for kind in ("links", "trace", "context_parallel"))
-    assert [r["status"] for r in rows] == ["ok"] * 4, [r["reason"] for r in rows]
+    assert [r["status"] for r in rows] == ["ok"] * 6, [r["reason"] for r in rows]
+    assert [r.get("measured_as") for r in rows] == [None, rows[0]["key"], None, None, rows[3]["key"], None]
     assert [r["case"]["stack"] for r in links] == ["torch", "jax"] and all(r["status"] == "ok" for r in links)
     for row in rows:
         assert row["bytes_match"] == {"forward": True, "backward": True} and row["check_len"] == 96
@@ -165,7 +180,7 @@ def test_both_stacks_measure_and_agree_on_the_bytes(tmp_path):
     by_stack = {stack: [r for r in rows if r["case"]["stack"] == stack] for stack in ("torch", "jax")}
     assert [r["schedule"] for r in by_stack["torch"]] == [r["schedule"] for r in by_stack["jax"]]
 
-    shorter = [dataclasses.replace(c, spec=dataclasses.replace(SPEC, seq_len=64)) for c in cases[:2]]
+    shorter = [dataclasses.replace(c, spec=dataclasses.replace(SPEC, seq_len=64)) for c in (cases[0], cases[2])]
     context_parallel.Jobs(again, request | {"checked": str(out), "links": [], "trace": []}, 100.0).run(shorter)
     checked = {from_record(r["case"]).any_length: r for r in rows}
     assert len(records.read(again)) == 2
