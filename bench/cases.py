@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from parity.inputs import InputSpec
@@ -111,35 +110,3 @@ def differing(**settings: Any) -> tuple[tuple[str, Any], ...]:
     """The settings that differ from `SuiteSettings`' defaults, as `ProblemSpec` wants them."""
     plain = SuiteSettings()
     return _frozen({k: v for k, v in settings.items() if getattr(plain, k) != v})
-
-
-def ordered(cases: Iterable[Case]) -> list[Case]:
-    """Full masks first (others are held against them), then by problem, so that a reference serves all its rows.
-
-    Problems of a length stay in the order in which they come.
-    """
-    unique = {case.key: case for case in cases}
-    came = {label: n for n, label in enumerate(dict.fromkeys(case.spec.label for case in unique.values()))}
-    return sorted(unique.values(), key=lambda c: (
-        c.spec.seq_len, c.spec.mask != "full", came[c.spec.label], c.kernel, c.which != "forward", c.stack))
-
-
-def shares(cases: Sequence[Case], workers: int) -> list[list[tuple[int, Case]]]:
-    """Who measures what, as (number of the worker, case) lists, one a thread.
-
-    One worker a stack: all cases in one list, as they are ordered. Several: each takes the same kernels and masks at
-    every length, short ones first, so that what it compiled serves again, and a row finds those of shorter lengths.
-    """
-    if workers == 1:
-        return [[(0, case) for case in cases]]
-    out = []
-    for stack in sorted({case.stack for case in cases}):
-        mine = [case for case in cases if case.stack == stack]
-        kinds = sorted({(c.kernel, c.spec.mask != "full", c.spec.mask) for c in mine})
-        place = {kind: n * workers // len(kinds) for n, kind in enumerate(kinds)}
-        lists: list[list[tuple[int, Case]]] = [[] for _ in range(workers)]
-        for case in sorted(mine, key=lambda c: c.spec.seq_len):
-            number = place[case.kernel, case.spec.mask != "full", case.spec.mask]
-            lists[number].append((number, case))
-        out += [x for x in lists if x]
-    return out

@@ -21,7 +21,8 @@ from typing import Any
 from rich.console import Console
 
 from bench import environment, records
-from bench.cases import STACKS, Case, ordered, shares
+from bench.cases import STACKS, Case
+from bench.shares import Shares, ordered
 from bench.shorter import Shorter
 from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
 from bench.turns import Turns
@@ -384,9 +385,9 @@ class Session(contextlib.ExitStack):
             self.writer.write(row)
         return row
 
-    def build_ahead(self, share: Iterable[tuple[int, Case]]) -> None:
-        """With several workers: compiles what of a share would disturb timings if it were compiled later."""
-        for number, case in share if self.options.workers > 1 and self.options.ahead else ():
+    def build_ahead(self, cases: Iterable[Case], number: int) -> None:
+        """With several workers: compiles what of some cases would disturb timings if it were compiled later."""
+        for case in cases if self.options.workers > 1 and self.options.ahead else ():
             self._bench.build_ahead(case, number, self._shorter.skip)
 
     def judge_ahead(self, cases: Iterable[Case], over: Callable[[], bool]) -> None:
@@ -425,11 +426,12 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
 
         def work(share):
             last: dict[str, Any] = {}
-            for _, of_a_length in itertools.groupby(share, key=lambda x: x[1].spec.seq_len):
-                group = list(of_a_length)
-                if not over():
-                    session.build_ahead(group)
-                for number, case in group:
+            number, length = shares.workers[share][1], 0
+            while not over() and (group := shares.take(share)):
+                if group[0].spec.seq_len != length:
+                    length = group[0].spec.seq_len
+                    session.build_ahead([*group, *shares.left(share, length)], number)
+                for case in group:
                     if over():
                         return
                     session.renew(case, number, last.get(case.stack))
@@ -439,11 +441,11 @@ def run(cases: Iterable[Case], options: Options, console: Console | None = None)
                     if row["status"] != "unsupported":
                         console.print(f"[{at}/{len(left)}] {line(row)}", markup=False)
 
-        lists = shares(left, options.workers)
-        with concurrent.futures.ThreadPoolExecutor(len(lists) + 1) as threads:
+        shares = Shares(left, options.workers)
+        with concurrent.futures.ThreadPoolExecutor(len(shares.workers) + 1) as threads:
             try:
                 works = [threads.submit(session.judge_ahead, left, over)]
-                for done in [threads.submit(work, share) for share in lists] + works:
+                for done in [threads.submit(work, share) for share in range(len(shares.workers))] + works:
                     done.result()
             except BaseException:  # an interrupt: what the others are at is not waited for
                 stopped.set()

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from bench import engine, records
-from bench.cases import Case, ProblemSpec, shares
+from bench.cases import Case, ProblemSpec
+from bench.shares import Shares, shares
 from bench.shorter import Shorter
 from bench.turns import Turns
 from bench.workers import Failure
@@ -266,6 +267,26 @@ def test_each_worker_has_its_kernels_and_masks_at_every_length():
         assert all(by_length[0][n][2] == ("forward", "backward")[n % 2] for n in range(len(by_length[0])))
     assert shares(run, 1) == [[(0, c) for c in run]]
     assert shares([], 3) == []
+
+
+def test_who_has_finished_its_share_takes_of_the_longest_of_its_stack():
+    run = [case(kernel, mask, n, which, stack) for n in (64, 128) for stack in ("jax", "torch")
+           for kernel in ("naive", "sdpa") for mask in MASKS for which in ("forward", "backward")]
+    given = Shares(run, 2)
+    assert [stack for stack, _ in given.workers] == ["jax", "jax", "torch", "torch"]
+    taken = []
+    while group := given.take(0):
+        taken.append(group)
+    assert sorted(c.key for group in taken for c in group) == sorted(c.key for c in run if c.stack == "jax")
+    assert all([c.which for c in group] == ["forward", "backward"] for group in taken)
+    assert not given.take(1) and len(given.left(2, 64)) == len(given.left(2, 128)) == 2 * len(MASKS)
+    mine, others = taken[: len(taken) // 2], taken[len(taken) // 2 :]
+    assert all([c.spec.seq_len for g in x for c in g] == sorted(c.spec.seq_len for g in x for c in g)
+               for x in (mine, others))
+    assert given.take(2)[0].stack == "torch"
+    alone = Shares(run, 1)
+    assert alone.workers == [(run[0].stack, 0)] and [c for _ in run[::2] for c in alone.take(0)] == run
+    assert not Shares([], 2).workers
 
 
 def test_a_row_too_slow_by_its_shorter_rows_is_skipped_with_the_reason():
