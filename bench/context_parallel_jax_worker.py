@@ -33,11 +33,11 @@ from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
 from bench.jax_stack import Stack
-from bench.timing import Protocol
+from bench.timing import MOST_AHEAD, Protocol, measure
 from jax_impl import context_parallel as cp
 from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
-from jax_impl.context_parallel.plan import alike, default_kernel, place
+from jax_impl.context_parallel.plan import alike, default_kernel, place, put
 from jax_impl.hlo import collective_bytes
 from jax_impl.kernels import stack
 from workload.problem import PASSES, AttentionProblem
@@ -109,16 +109,17 @@ def _here(x: jax.Array) -> np.ndarray:
 class Job(base.Job):
     """See the base class."""
 
-    timer = "wall time of batches of calls, all devices"
-
     def __init__(self, request: base.Request):
         super().__init__(request)
         self.stack = Stack()
+        self.timer = "CUDA events around each call, the host ahead" if self.stack.has_events else \
+            "wall time of batches of calls, all devices"
         self.rank, self.world, self.progress = jax.process_index(), jax.device_count(), launch.Progress()
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         self._plans: dict[tuple[str, int], Any] = {}
         self._operands_alone: dict[tuple[str, str], Any] = {}
         self._programs: dict[Hashable, Future] = {}
+        self._meeting = self._threads.submit(self._build_meeting) if self.stack.has_events else None
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in launch.exchange(json.dumps(value), LONGEST_WAIT)]
@@ -188,11 +189,37 @@ class Job(base.Job):
     # ---- times -----------------------------------------------------------------------------------
 
     def sampler(self, call):
+        if self.stack.has_events:
+            return self._events_sampler(call)
         total = functools.partial(self.seconds, call)
         total(1)
         once = max(self.gather(total(2) / 2))
         batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
         return lambda: total(batch) / batch, batch * once
+
+    def _events_sampler(self, call):
+        """Each device's own time from where all go on together; the head start is one that no rank's host outlasts."""
+        def sample(ahead: int) -> tuple[float, bool]:
+            return self.stack.between_events(call, ahead, self.together)
+
+        ahead, (_, waited) = 1, sample(1)
+        while ahead < MOST_AHEAD and any(self.gather(waited)):
+            ahead *= 2
+            _, waited = sample(ahead)
+        return lambda: sample(ahead)[0], sample(ahead)[0]
+
+    def together(self) -> jax.Array:
+        """All ranks' devices go on from here together; the host does not wait."""
+        assert self._meeting is not None  # where there are events
+        program, token = self._meeting.result()
+        return program(token)
+
+    def _build_meeting(self):
+        """A program in which all devices meet, and its operand."""
+        mesh, spec = Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all")
+        token = put(np.zeros(self.world, np.float32), NamedSharding(mesh, spec))
+        meet = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+        return _compile(meet, token), token
 
     def seconds(self, call: Callable[[], Any], calls: int) -> float:
         """Wall time of these many calls, queued one behind the other."""
@@ -217,10 +244,9 @@ class Job(base.Job):
             if which == "backward":
                 out, lse = call()
                 call = lambda: programs["backward"](q, k, v, out, lse, dout, operands)  # noqa: E731
-            self.seconds(call, 1)
-            once = self.seconds(call, 2) / 2
-            batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
-            return float(np.median([self.seconds(call, batch) / batch for _ in range(5)]))
+            once = [self.seconds(call, 1) for _ in range(2)][-1]
+            sampler = self.stack.sampler(lambda _: call(), False, once)
+            return measure(sampler, Protocol(**self.request.protocol)).median
 
     def _build_alone(self, cases: Sequence[Case]) -> list[Future]:
         """The programs of `single` for the cases' problems."""

@@ -166,22 +166,33 @@ class Stack:
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
-        events, flush = self._events[0], self._flush()
-        if events is None:
+        if not self.has_events:
             batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
-            return difference_sampler(call, self.finish, flush, self._alone(batch), batch, cold)
+            return difference_sampler(call, self.finish, self._flush(), self._alone(batch), batch, cold)
 
         def take(n, ahead):
-            for _ in range(ahead):
-                flush()
-            if not cold:
-                call(n)
-            events.mark(BEGIN)
-            result = call(n)
-            seconds = events.seconds(events.mark(END))
-            del result
-            return seconds, events.behind()
+            return self.between_events(lambda: call(n), ahead, (lambda: None) if cold else lambda: call(n))
         return EventSampler(take)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `between_events` can be called."""
+        return self.on_gpu and self._events[0] is not None
+
+    def between_events(self, call: Callable[[], Any], ahead: int, before: Callable[[], Any]) -> tuple[float, bool]:
+        """Seconds of a call between two events, behind `ahead` flushes and `before`; whether the device may have waited
+        for the host meanwhile.
+        """
+        events, flush = self._events[0], self._flush()
+        assert events is not None
+        for _ in range(ahead):
+            flush()
+        before()
+        events.mark(BEGIN)
+        result = call()
+        seconds = events.seconds(events.mark(END))
+        del result
+        return seconds, events.behind()
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _alone(self, batch: int) -> float:
