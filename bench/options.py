@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def _is_tokens(text: str) -> bool:
 
 
 def define_out(default: str, text: str = "Record file: one JSON line a row.") -> flags.FlagHolder[str]:
-    """The flag --out: a file that can be written, as far as can be seen without making it."""
+    """The flag --out: a file that can be written, as far as can be seen without making it or its folder."""
     held = flags.DEFINE_string("out", default, text)
     flags.register_validator("out", _writable, message="--out must be a file that can be written")
     return held
@@ -86,7 +87,13 @@ def _writable(name: str | Path) -> bool:
     if not name or path.is_dir():
         return False
     nearest = next(x for x in (path, *path.parents) if x.exists())
-    return os.access(nearest, os.W_OK) and (nearest == path or nearest.is_dir())
+    if nearest == path:
+        return os.access(path, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=nearest):  # some folders take no file whatever their permissions say
+            return True
+    except OSError:
+        return False
 
 
 def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
