@@ -25,7 +25,7 @@ from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule
 
-LONG_SECONDS = 0.02  # a call this long has two samples
+LONG_SECONDS = 0.02
 WARM_TOKENS = 512  # of the problem that a stack's compilers are called with before anything is timed
 NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
@@ -438,8 +438,11 @@ def _shapes(stack, problem: AttentionProblem):
 
 
 def seconds_of(stack, call, protocol: Protocol) -> float:
-    """Median seconds of a call by the stack's timer, the cache as it is; a long call has two samples."""
+    """Median seconds of a call by the stack's timer, with a warm cache; a long call, to which it is nothing, has two
+    samples.
+    """
     once = wall(call, stack.finish)
-    if once > LONG_SECONDS:
+    long = once > LONG_SECONDS
+    if long:
         protocol = dataclasses.replace(protocol, samples=2, least=2, warmups=0)
-    return measure(stack.sampler(lambda _: call(), False, once), protocol).median
+    return measure(stack.sampler(lambda _: call(), long, once), protocol).median
