@@ -16,6 +16,7 @@ from collections.abc import Callable
 CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
 BASELINES = 5
 MOST_AHEAD = 16
+FEELS_THE_HOST = 0.1  # seconds; a longer run does not, for a launch is late by a millisecond or two at most
 USUAL_RATIO = (1.5, 5.0)  # of a backward pass' time to its forward's: 2.5 times the FLOPs
 SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
 
@@ -149,10 +150,10 @@ class EventSampler:
     def __call__(self, n: int) -> float:
         """Seconds of a run on input set n."""
         seconds, waited = self._take(n, self._ahead)
-        while waited and self._ahead < MOST_AHEAD:
+        while waited and seconds < FEELS_THE_HOST and self._ahead < MOST_AHEAD:
             self._ahead *= 2
             seconds, waited = self._take(n, self._ahead)
-        self.waited += waited
+        self.waited += waited and seconds < FEELS_THE_HOST
         return seconds
 
 

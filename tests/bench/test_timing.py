@@ -193,11 +193,14 @@ def test_where_the_device_waited_for_the_host_the_head_start_grows():
 
     def take(n, ahead):
         asked.append((n, ahead))
-        return 1.0 / ahead, ahead < enough
+        return seconds / ahead, ahead < enough
 
-    sample, enough = EventSampler(take), 4
-    assert [sample(0), sample(1)] == [0.25, 0.25]
+    sample, enough, seconds = EventSampler(take), 4, 0.064
+    assert [sample(0), sample(1)] == [0.016, 0.016]
     assert asked == [(0, 1), (0, 2), (0, 4), (1, 4)]  # a head start that was enough is kept
     assert sample.waited == 0
     enough = 1000
-    assert sample(2) == 1 / timing.MOST_AHEAD and sample.waited == 1
+    assert sample(2) == 0.064 / timing.MOST_AHEAD and sample.waited == 1
+    asked.clear()
+    sample, seconds = EventSampler(take), 1.0
+    assert sample(3) == 1.0 and asked == [(3, 1)] and not sample.waited  # a long run does not feel it
