@@ -25,7 +25,7 @@ from bench.workers import Failure
 from workload.capability import DYNAMIC_MASKS
 from workload.problem import PASSES
 
-KERNELS = ("vsa", "triton_vsa", "fa2_sparse", "flex_sparse", "flashinfer")
+KERNELS = ("vsa", "triton_vsa", "fa2_sparse", "flex_sparse", "flashinfer", "cudnn_sparse")
 DENSE = ("fa3", "flashmask", "cudnn", "sdpa")
 SELECTION = "bench.selection_task:clock"
 

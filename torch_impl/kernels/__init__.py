@@ -20,6 +20,7 @@ NAMES = (
     "fa2_sparse",
     "flex_sparse",
     "flashinfer",
+    "cudnn_sparse",
 )
 
 

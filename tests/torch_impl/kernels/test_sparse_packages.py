@@ -1,13 +1,15 @@
-"""vsa, flashinfer and flex_sparse: what they say of themselves, and the lists that FlexAttention is handed."""
+"""vsa, flashinfer, cudnn_sparse and flex_sparse: what they say of themselves, and what their packages are handed."""
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conformance import inputs
 from torch_impl import kernels
-from torch_impl.kernels import flashinfer, flex_sparse, vsa
+from torch_impl.kernels import cudnn_sparse, flashinfer, flex_sparse, vsa
 from workload.block_masks import from_bitmap, uniform_block, variable_block
 from workload.errors import Unsupported
+from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 from workload.selection import uniform_bounds
 
@@ -82,11 +84,63 @@ def test_flashinfer_names_its_limits(mask, heads, reason):
     assert refuse(good, ("forward",)) is None and "backward" in refuse(good)
 
 
-@pytest.mark.parametrize("name", ["vsa", "flashinfer"])
+@pytest.mark.parametrize("mask, heads, reason", [
+    (CAUSAL, (2, 2), "causal"), (HOLE, (2, 2), "see no key block"), (uniform_block(256, 256, 1, 32, 0.5), (2, 2), "32"),
+    (uniform_block(256, 256, 1, 64, 0.5), (4, 2), "backward of q_heads 4 with kv_heads 2"),
+])
+def test_cudnn_sparse_names_its_limits(mask, heads, reason):
+    refuse = cudnn_sparse.KERNEL.capability.refuse
+    assert reason in refuse(AttentionProblem(mask, 1, *heads))
+    grouped = AttentionProblem(uniform_block(200, 256, 2, 128, 0.5), 1, 4, 2)
+    assert refuse(grouped, ("forward",)) is None
+
+
+class DenseBlockSparse:
+    """Stands in for cuDNN's package: dense attention over the lists as documented, on BHSD tensors."""
+
+    @staticmethod
+    def block_sparse_attention_forward(q, k, v, q2k_block_index, q2k_block_nums, block_sizes, sparse_block_size,
+                                       softmax_scale):
+        listed = torch.arange(q2k_block_index.shape[3]) < q2k_block_nums[..., None]
+        blocks = k.shape[2] // sparse_block_size
+        picture = torch.zeros(*q2k_block_nums.shape, blocks + 1, dtype=torch.bool)
+        picture.scatter_(3, torch.where(listed, q2k_block_index, blocks).long(), True)
+        seen = picture[..., :-1].repeat_interleave(sparse_block_size, 2).repeat_interleave(sparse_block_size, 3)
+        if block_sizes is not None:
+            place = torch.arange(k.shape[2])
+            seen &= place % sparse_block_size < block_sizes[place // sparse_block_size]
+        logits = (q @ k.transpose(2, 3) * softmax_scale).masked_fill(~seen, -torch.inf)
+        return {"o_tensor": logits.softmax(3) @ v, "lse_tensor": logits.logsumexp(3)}
+
+    @classmethod
+    def block_sparse_attention_backward(cls, dout, q, k, v, out, lse, **lists):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        found = cls.block_sparse_attention_forward(*leaves, **lists)
+        torch.testing.assert_close(found["o_tensor"].detach()[:, :, :100], out[:, :, :100])
+        torch.testing.assert_close(found["lse_tensor"].detach()[:, :, :100], lse[:, :, :100])
+        grads = torch.autograd.grad(found["o_tensor"], leaves, dout)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), grads, strict=True))
+
+
+def test_cudnn_sparse_hands_over_the_mask(monkeypatch):
+    """Ragged both ways, two batch entries, a list per head: the oracle's results with a dense stand-in."""
+    problem = AttentionProblem(uniform_block(100, 150, 2, 64, 0.5, seed=2), 2, 2, 2, 16, "float32")
+    q, k, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in inputs(problem))
+    exact = [x.double().numpy() for x in (q, k, v, dout)]
+    want = attention_oracle(*exact[:3], problem.mask, problem.scale, exact[3])
+    monkeypatch.setattr(cudnn_sparse.importlib, "import_module", lambda name: DenseBlockSparse)
+    operands = cudnn_sparse.prepare(problem)
+    out, lse = cudnn_sparse.forward(q, k, v, operands, problem.scale)
+    grads = cudnn_sparse.backward(q, k, v, out, lse, dout, operands, problem.scale)
+    for name, got in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
+        np.testing.assert_allclose(got.numpy(), getattr(want, name), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["vsa", "flashinfer", "cudnn_sparse"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they may run here")
 def test_without_the_hardware_they_say_so(name):
     problem = AttentionProblem(uniform_block(256, 256, 1, 64, 0.5), 1, 2, 2)
-    with pytest.raises(Unsupported, match="compute capability 9.0"):
+    with pytest.raises(Unsupported, match="compute capability 9.0|CUDA GPU"):
         kernels.get(name).require(problem, ("forward",))
 
 
