@@ -43,6 +43,7 @@ from parity.reference import Reference, reference_of, sample_of
 from workload.problem import PASSES, AttentionProblem
 from workload.schedule import Schedule
 
+TRACE_SECONDS = 4.0  # kept for each traced case where the time is limited
 LINK_KINDS = {  # what leaves a rank of `world`, for an operand of one byte
     "permute": lambda world: 1.0,
     "all_to_all": lambda world: (world - 1) / world,
@@ -292,11 +293,13 @@ def run(job: Job, out: str) -> None:
             _write(job, out, row)
         job.links = links_of(row["links"], job.world) if row["status"] == "ok" else None
     measured: dict[Hashable, dict[str, Any]] = {}
-    rows = [(case.key, functools.partial(measure_case, job, case, checked, measured)) for case in cases]
-    rows += [(trace_key(case), functools.partial(trace_row, job, case)) for case in traced]  # last: profilers can fail
-    for key, made in rows:
-        if max(job.gather(time.time())) > request.until:
-            break
+    rows = [(case.key, functools.partial(measure_case, job, case, checked, measured),
+             request.until - TRACE_SECONDS * len(traced)) for case in cases]
+    rows += [(trace_key(case), functools.partial(trace_row, job, case), request.until)
+             for case in traced]  # last: profilers can fail
+    for key, made, until in rows:
+        if max(job.gather(time.time())) > until:
+            continue
         _begin(job, f"row {key}")
         _write(job, out, made())
     faulthandler.cancel_dump_traceback_later()
