@@ -92,14 +92,6 @@ class BlockMask:
         return np.arange(self.indices.shape[2]) < self.counts[:, :, None]
 
     @property
-    def full_counts(self) -> np.ndarray:
-        """Leading list entries whose every cell is visible (no causal check), int32 [heads, q_blocks]."""
-        first_row = np.minimum(self.q_bounds[:, :-1], max(0, self.q_len - 1))
-        least = self.limits[first_row] if self.q_len else np.zeros_like(first_row)
-        ends = np.take_along_axis(self.kv_bounds[:, None, 1:], self.indices, axis=2)
-        return (self.listed & (ends <= least[:, :, None])).sum(axis=2, dtype=np.int32)
-
-    @property
     def row_area(self) -> np.ndarray:
         """Visible keys of each row summed over the heads, int64 [q_len].
 
