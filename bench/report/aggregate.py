@@ -161,7 +161,8 @@ def compared(rows: Iterable[Row]) -> list[Entry]:
         for stack in ("jax", "torch"):
             if row["status"] == "ok" or stack in reasons:
                 out.append(Entry(stack, case["kernel"], case["mask"], case["pass"], case["seq_len"], shape,
-                                 case["dtype"], row["status"], reasons.get(stack, ""), 1))
+                                 case["dtype"], row["status"], reasons.get(stack, ""), 1,
+                                 source=row.get("sources", {}).get(stack, "")))
     return out
 
 

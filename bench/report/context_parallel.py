@@ -9,6 +9,8 @@ from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
 Row = dict[str, Any]
+CLOSE, TELLING_SCHEMES = 0.03, 3
+EVIDENCE = ("real", "replay", "estimate")
 TELLING_RANKS = 8  # fewer hardly wait for one another, many more cannot be told apart in a picture
 KINDS = {"replay": "replay", "replay_estimate": "estimate", "context_parallel": "real"}
 
@@ -72,8 +74,8 @@ def overall(row: Row) -> float | None:
     return sum(singles.values()) / (row["case"]["world"] * sum(t for t in times if t))
 
 
-def pivots(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[Row | None]]]]:
-    """(title, schemes, lines) for each world, stack and kind: the best sharding's row of each mask and scheme."""
+def grouped(rows: Sequence[Row]) -> dict[tuple[int, int, str, str], dict[tuple[str, str], Row]]:
+    """(world, tokens, stack, kind) -> (mask, scheme) -> the row of the best sharding."""
     groups: dict[tuple, dict[tuple[str, str], Row]] = {}
     for row in rows_of(rows):
         case = row["case"]
@@ -84,8 +86,13 @@ def pivots(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[Row | No
         held = groups.setdefault(key, {}).get(cell)
         if held is None or (overall(held) or 0) < (overall(row) or 0):
             groups[key][cell] = row
+    return dict(sorted(groups.items()))
+
+
+def pivots(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[Row | None]]]]:
+    """(title, schemes, lines) for each world, stack and kind: the best sharding's row of each mask and scheme."""
     out = []
-    for (world, tokens, stack, kind), cells in sorted(groups.items()):
+    for (world, tokens, stack, kind), cells in grouped(rows).items():
         schemes = [s for s in SCHEMES if any(s == scheme for _, scheme in cells)]
         masks = [m for m in ALL_BUILDERS if any(m == mask for mask, _ in cells)]
         out.append((f"{world} ranks, {tokens:,} tokens, {stack}, {kind}", ["mask", *schemes],
@@ -171,7 +178,7 @@ def _worst(row: Row) -> str:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """HTML: how to read it, the table with causes, the timelines."""
+    """HTML: why a ring falls behind, which scheme to take, every figure with its cause, timelines, real ranks."""
     found = rows_of(rows)
     if not found:
         return ""
@@ -187,7 +194,8 @@ def section(rows: Sequence[Row]) -> str:
         "<em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, as a "
         "ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved over "
         "bytes needed.</p>"
-        + _explanation(found) + _pivot_tables(found) + f"<details><summary>{len(body)} rows, each with its cause"
+        + _explanation(found) + _choice(found) + _pivot_tables(found)
+        + f"<details><summary>{len(body)} rows, each with its cause"
         f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
         + ranks.section(rows) + _agreement(found)
     )
@@ -198,7 +206,40 @@ def _agreement(found: Sequence[Row]) -> str:
     if not lines:
         return ""
     return ("<h3>Do the stacks agree on ranks?</h3><p class='soft'>Worst error over its budget (1 is the limit), and "
-            f"which result it is.</p>{page.table(AGREEMENT, lines)}")
+            f"which result it is.</p><details><summary>{sum(line[-1] == 'pass' for line in lines)} of {len(lines)} pass"
+            f"</summary>{page.table(AGREEMENT, lines)}</details>")
+
+
+def _choice(found: Sequence[Row]) -> str:
+    """The best scheme of each mask, a column for each size of job and stack: as it ran, else replayed, else estimated.
+
+    Where fewer than TELLING_SCHEMES were tried the best is not known.
+    """
+    columns: dict[tuple, dict[str, str]] = {}
+    ranked = sorted(grouped(found).items(), key=lambda x: (x[0][:3], EVIDENCE.index(x[0][3])))
+    for (world, tokens, stack, kind), cells in ranked:
+        for mask in ALL_BUILDERS:
+            ran = sorted((row for (m, _), row in cells.items() if m == mask), key=lambda row: -(overall(row) or 0))
+            if len(ran) >= TELLING_SCHEMES:
+                columns.setdefault((world, tokens, stack), {}).setdefault(mask, _best_cell(ran, kind))
+    masks = [m for m in ALL_BUILDERS if any(m in cells for cells in columns.values())]
+    if not masks:
+        return ""
+    body = [[mask, *(cells.get(mask, '<td class="none"></td>') for cells in columns.values())] for mask in masks]
+    note = (f"<h3>Which scheme for my mask?</h3><p class='soft'>The best by E of both passes, those within {CLOSE:.0%} "
+            "of it behind it, each with its best sharding: on real ranks where there are some, else replayed, else "
+            "estimated. Point at a cell for the others.</p>")
+    return note + page.table(["mask", *(f"{w} ranks|{n:,} tokens|{stack}" for w, n, stack in columns)], body)
+
+
+def _best_cell(ran: Sequence[Row], kind: str) -> str:
+    """ran: the schemes' rows, the best first."""
+    best = overall(ran[0]) or 0.0
+    names = [row["case"]["scheme"] for row in ran if (overall(row) or 0) >= (1 - CLOSE) * best]
+    told = "; ".join(f"{row['case']['scheme']} {overall(row):.2f} ({row['case']['sharding']})" for row in ran)
+    return (f'<td class="text" style="background: rgba(var(--heat), {min(1.0, best) * 0.6:.2f})" '
+            f'title="{page.esc(told)}"><b>{best:.2f}</b> {page.esc(", ".join(names))} '
+            f'<span class="soft">{kind}</span></td>')
 
 
 def _pivot_tables(found: Sequence[Row]) -> str:
@@ -208,10 +249,12 @@ def _pivot_tables(found: Sequence[Row]) -> str:
         for line in lines:
             mask = next(row["case"]["spec"]["mask"] for row in line if row)
             body.append([mask, *(_pivot_cell(row) for row in line)])
-        parts.append(f"<h3>E of both passes, {page.esc(title)}</h3>{page.table(head, body)}")
-    if parts:
-        parts.append("<p class='soft'>The best sharding of each; point at a cell for which, and for the cause.</p>")
-    return "".join(parts)
+        parts.append(f"<div><h3>{page.esc(title)}</h3>{page.table(head, body)}</div>")
+    if not parts:
+        return ""
+    return (f"<details><summary>E of both passes of every scheme, {len(parts)} tables</summary><p class='soft'>The "
+            "best sharding of each; point at a cell for which, and for the cause.</p>"
+            f'<div class="pair">{"".join(parts)}</div></details>')
 
 
 def _pivot_cell(row: Row | None) -> str:
@@ -224,27 +267,46 @@ def _pivot_cell(row: Row | None) -> str:
 
 
 def _explanation(found: Sequence[Row]) -> str:
-    """Why ring falls behind on documents, said with the figures of the rows at hand."""
-    def at(scheme, masks):
-        here = [r for r in found if r["status"] == "ok" and r["case"]["scheme"] == scheme
-                and r["case"]["spec"]["mask"] in masks]
-        return max(here, key=lambda r: r["case"]["world"], default=None)
-    ring, dense = at("ring", ("causal_document", "full_document")), at("ring", ("causal", "full"))
+    """Why a ring falls behind on documents, said with the figures of the rows at hand, and drawn."""
+    good = [row for row in found if row["status"] == "ok" and overall(row) is not None]
+
+    def at(scheme, masks, near=None):
+        """A scheme's row on most ranks, or on those of another row: what ran before what was estimated, the best."""
+        here = [r for r in good if r["case"]["scheme"] == scheme and r["case"]["spec"]["mask"] in masks
+                and (near is None or (r["case"]["world"], r["kind"]) == (near["case"]["world"], near["kind"]))]
+        return max(here, key=lambda r: (r["case"]["world"], r["kind"] != "replay_estimate", overall(r)), default=None)
+
+    ring = at("ring", ("full_document",)) or at("ring", ("causal_document",))
     if not ring:
         return ""
-    told = plan(ring)
-    other = at("ulysses", (ring["case"]["spec"]["mask"],)) or at("all_gather", (ring["case"]["spec"]["mask"],))
+    mask, told = ring["case"]["spec"]["mask"], plan(ring)
+    dense = at("ring", ("full",), ring) or at("ring", ("causal",), ring)
     text = (
-        f"Why a ring falls behind on documents: under {ring['case']['spec']['mask']} on {ring['case']['world']} ranks "
-        f"a step pairs each rank's queries with one other rank's keys, and most pairs share no document. Some pair "
-        f"does, and all ranks wait for it: the ranks work {told['step_balance']:.0%} of the time."
-    )
+        f"Why does a ring fall behind on documents? At each step a rank works on its own queries and the keys of one "
+        f"other rank, and the next step begins when all are done. Under {mask} a query sees its own document alone: "
+        f"most pairs of ranks have no work, some have a lot, at every step others. Of {ring['case']['world']} ranks "
+        f"each works {told['step_balance']:.0%} of the time on average ({told['total_balance']:.0%} if they only "
+        f"met at the end): E is {overall(ring):.2f}, {_source(ring)}.")
     if dense:
-        text += f" Under {dense['case']['spec']['mask']} every pair has work, and the figure is " \
-                f"{plan(dense)['step_balance']:.0%}."
-    if other:
-        text += f" {other['case']['scheme']} meets once instead of at every step: {plan(other)['step_balance']:.0%}."
+        text += (f" Under {dense['case']['spec']['mask']} every pair has the same work, ranks work "
+                 f"{plan(dense)['step_balance']:.0%} of the time, and E is {overall(dense):.2f}.")
+    others = [other for scheme in ("ulysses", "all_gather", "usp") if (other := at(scheme, (mask,), ring))
+              or (other := at(scheme, (mask,)))]
+    if others:
+        best = max(others, key=lambda r: (r["case"]["world"], overall(r)))
+        text += (f" {best['case']['scheme']} has {_steps(best)} where the ring has {_steps(ring)}: on "
+                 f"{best['case']['world']} ranks they work {plan(best)['step_balance']:.0%} of the time, E is "
+                 f"{overall(best):.2f}, {_source(best)}.")
     return f"<p><strong>{page.esc(text)}</strong></p>"
+
+
+def _steps(row: Row) -> str:
+    steps = plan(row)["steps"]
+    return f"{steps} step" + "s" * (steps > 1)
+
+
+def _source(row: Row) -> str:
+    return {"replay": "replayed", "replay_estimate": "estimated", "context_parallel": "measured"}[row["kind"]]
 
 
 def _timelines(found: Sequence[Row]) -> str:
@@ -254,13 +316,15 @@ def _timelines(found: Sequence[Row]) -> str:
     for row in drawable:
         of_scheme.setdefault(row["case"]["scheme"], row)
     parts = []
-    for row in sorted(of_scheme.values(), key=lambda r: SCHEMES.index(r["case"]["scheme"])):
-        figure = timeline.picture(row)
-        parts.append(f"<h4>{page.esc(row['key'])}, forward</h4>{pictures.svg(figure)}")
+    for row in sorted(of_scheme.values(), key=lambda r: r["case"]["scheme"] != "ring"):
+        figure, case, spec = timeline.picture(row), row["case"], row["case"]["spec"]
+        title = (f"{case['scheme']} under {spec['mask']}: {case['world']} ranks, {spec['seq_len']:,} tokens, "
+                 f"{case['sharding']}, {case['stack']}, forward, {_source(row)}")
+        parts.append(f"<h4>{page.esc(title)}</h4>{pictures.svg(figure)}")
         pictures.plt.close(figure)
     if not parts:
         return ""
     note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate "
             "of the step's busiest rank), yellow waits for the step's slowest rank, red are links that no computation "
             "hides.</p>")
-    return f"<h3>Timelines</h3>{note}{''.join(parts)}"
+    return f"<h3>Timelines: a ring waits at every step</h3>{note}{''.join(parts)}"

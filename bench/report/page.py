@@ -51,22 +51,26 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def build(rows: Sequence[dict], sections: Sequence[tuple[str, str, str]] = ()) -> str:
+Section = tuple[str, str, str]  # anchor, title, HTML
+
+
+def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequence[Section] = ()) -> str:
     """The page.
 
     Args:
       rows: records of any kinds, failures among them.
-      sections: further (anchor, title, HTML) put behind the capability table.
+      first: further sections in front of all rates; sections: those behind the capability table.
     """
     found = aggregate.entries(rows)
     parts = [
         ("summary", "What this is", _summary(rows, found)),
+        ("masks", "The masks", _masks()),
+        *first,
         ("rates", "Rates: mask by kernel", _rates(found)),
         ("curves", "Rates over length", _curves(found)),
         ("causes", "Where the time goes", _causes(found)),
         ("capability", "What runs where, and why not", _capability([*found, *aggregate.compared(rows)])),
         *sections,
-        ("masks", "The masks", _masks()),
         ("machine", "Machine and versions", _machine(rows)),
         ("rows", "Every row", _every(found)),
     ]
@@ -170,7 +174,8 @@ def _rates(found) -> str:
             text = _rate_table(f"{tables.heading(setting)}: {name}", "mask", lines, shown, unit)
             shapes.setdefault(setting[2:], {}).setdefault(setting[1], []).append(text)
     note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
-            "supported; ! marks a rate that looks too good; point at a cell for time, spread and cause.</p>")
+            "supported, an empty cell was not run; ! marks a rate that looks too good; point at a cell for time, "
+            "spread and cause.</p>")
     parts = []
     for shape, (opened, *folded) in ((shape, list(by_length.items())) for shape, by_length in shapes.items()):
         parts.append(f'<div class="pair">{"".join(opened[1])}</div>')
@@ -264,12 +269,24 @@ def _capability(found) -> str:
         ["kernel", "stack", "does not run", "because"], reasons) + "</details>" if reasons else ""
     return ('<p class="soft">F: the forward pass is right here, B: the backward pass; &ndash;: refused, for a reason '
             'told below.</p>'
-            + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why)
+            + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why + _sources(found))
+
+
+def _sources(found: Sequence[Entry]) -> str:
+    """Whose program a kernel is in each stack."""
+    told: dict[str, dict[str, str]] = {}
+    for e in found:
+        if e.source:
+            told.setdefault(e.kernel, {})[e.stack] = e.source
+    stacks = sorted({stack for sources in told.values() for stack in sources})
+    body = [[kernel, *(f'<td class="text">{esc(sources.get(s, ""))}</td>' for s in stacks)]
+            for kernel, sources in told.items()]
+    return "<h3>What the names stand for</h3>" + table(["kernel", *stacks], body) if told else ""
 
 
 def _masks() -> str:
     figures = "".join(
-        f'<figure><img alt="{name}" src="{url}"><figcaption>{name}</figcaption></figure>'
+        f'<figure><img alt="{name}" src="{url}"><figcaption>{name.replace("_", "_<wbr>")}</figcaption></figure>'
         for name, url in pictures.mask_pictures().items())
     return ("<p class='soft'>Rows are queries, columns keys, blue is visible; 96 tokens, five documents.</p>"
             f'<div class="masks">{figures}</div>')

@@ -32,9 +32,9 @@ def _agreement(rows: Sequence[Row]) -> str:
     note = (
         f"<p>{sum(row['status'] == 'ok' for row in ran)} of {len(ran)} cells pass; {len(found) - len(ran)} more are "
         "refused by one stack or both. Both stacks read the same bits; each is held to float64 attention, then to the "
-        "other. A cell of the matrix is the worst error of all shapes, passes and results (out, lse, dq, dk, dv) as a "
-        "share of its budget: 1 is the limit. The budget is a small multiple of what a naive run in that dtype loses "
-        "on the same data.</p>")
+        "other. A cell of the matrix is the worst error of all shapes, passes, numbers of ranks and results (out, lse, "
+        "dq, dk, dv) as a share of its budget: 1 is the limit. The budget is a small multiple of what a naive run in "
+        "that dtype loses on the same data.</p>")
     return note + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
         + f"<details><summary>{len(body)} cells</summary>{page.table(HEAD, body)}</details>"
 
@@ -51,10 +51,11 @@ def _line(row: Row) -> list[str]:
 
 
 def _matrix(found: Sequence[Row]) -> str:
-    """Kernels and schemes by mask."""
+    """Kernels, and schemes of all worlds, by mask."""
     cells: dict[tuple[str, str], list[Row]] = {}
     for row in found:
         what, mask, *_ = tables.parity_names(row)
+        what = row["case"].get("scheme", what)
         cells.setdefault((what, mask), []).append(row)
     masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask in cells)]
     body = [[what, *(_cell(cells.get((what, mask), [])) for mask in masks)]

@@ -19,10 +19,14 @@ def settings(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows_of(rows):
         case = row["case"]
-        label = (f"{case['pass']}, {case['seq_len']:,} tokens, {case['q_heads']}:{case['kv_heads']} heads of "
-                 f"{case['head_dim']}, {case['dtype']}")
+        label = f"{case['pass']}, {case['seq_len']:,} tokens, {shape_of(case)}, {case['dtype']}"
         found.setdefault(label, []).append(row)
     return found
+
+
+def shape_of(case: Row) -> str:
+    """Heads and their size, as `aggregate.shape_of` says it."""
+    return f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -39,8 +43,7 @@ def entries(rows: Sequence[Row]) -> list[aggregate.Entry]:
             if 2 * len(ran) >= len(several):
                 out += [aggregate.Entry(
                     stack, kernel, row["case"]["mask"], row["case"]["pass"], row["case"]["seq_len"],
-                    f"{row['case']['q_heads']}:{row['case']['kv_heads']} heads of {row['case']['head_dim']}",
-                    row["case"]["dtype"], "ok", "", 1, rate=row["tflops"][name] * 1e12,
+                    shape_of(row["case"]), row["case"]["dtype"], "ok", "", 1, rate=row["tflops"][name] * 1e12,
                     flags=("unsteady",) if row["spread"][name] > STEADY else ()) for row in ran]
     return out
 

@@ -12,6 +12,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
+from bench import options
 from bench.report import aggregate
 from bench.report.aggregate import Entry
 from bench.report.tables import cell, heading
@@ -20,7 +21,8 @@ from workload.suite import ALL_BUILDERS, mask_suite
 matplotlib.use("agg")  # no display is needed, or looked for
 
 INK = "#123456"  # stands for the page's text colour: replaced by currentColor in an inlined SVG
-PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#e07b39")
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#e07b39", "#5d3fd3",
+           "#00a087", "#8c564b", "#f7a8c4", "#7f9a1e", "#0b3c8c", "#c2410c", "#b58ad6")
 DRAWN_TOKENS = 96
 DRAWN: dict[str, Any] = {  # parameters that show a pattern's shape on 96 tokens
     "documents": (34, 12, 26, 8, 16), "window": 12, "block": 8, "prefix_share": 0.3, "global_share": 0.08,
@@ -30,6 +32,7 @@ STYLE = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK, "axes.labelcolor": INK,
     "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
     "axes.spines.right": False, "grid.color": INK, "grid.alpha": 0.15, "axes.grid": True, "svg.hashsalt": "report",
+    "figure.max_open_warning": 0,
 }
 
 
@@ -65,10 +68,15 @@ def data_url(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def colour_of(columns: Sequence[str], column: str) -> tuple[str, str]:
+def kernel_colour(kernel: str) -> str:
+    """Of a kernel, the same everywhere on the page."""
+    known = options.ALL_KERNELS.index(kernel) if kernel in options.ALL_KERNELS else len(options.ALL_KERNELS)
+    return PALETTE[known % len(PALETTE)]
+
+
+def colour_of(column: str) -> tuple[str, str]:
     """Colour by kernel, line style by stack (JAX solid, PyTorch dashed)."""
-    kernels = list(dict.fromkeys(c.split()[0] for c in columns))
-    return PALETTE[kernels.index(column.split()[0]) % len(PALETTE)], "-" if column.endswith(" jax") else "--"
+    return kernel_colour(column.split()[0]), "-" if column.endswith(" jax") else "--"
 
 
 def curves(found: Sequence[Entry]) -> dict[str, plt.Figure]:
@@ -101,11 +109,11 @@ def _curve_panels(group: Sequence[Entry], which: str) -> plt.Figure:
             for column in columns:
                 line = sorted((e.seq_len, e.rate / unit) for e in group if (e.mask, e.column) == (mask, column))
                 if line:
-                    colour, style = colour_of(columns, column)
+                    colour, style = colour_of(column)
                     axis.plot(*zip(*line), style, color=colour, marker="o", markersize=3, label=column)
             axis.set_title(mask, fontsize=9)
             axis.set_xscale("log", base=2)
-            axis.set_xticks(lengths, [_tokens(n) for n in lengths])
+            axis.set_xticks(lengths, [length(n) for n in lengths])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
         figure.supylabel(name, fontsize=9)
@@ -116,7 +124,12 @@ def _curve_panels(group: Sequence[Entry], which: str) -> plt.Figure:
     return figure
 
 
-def _tokens(n: int) -> str:
+def length(n: int) -> str:
+    """Tokens, short.
+
+    >>> length(8192), length(1000)
+    ('8K', '1000')
+    """
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
 
 

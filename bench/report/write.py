@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.report import aggregate, context_parallel, page, parity, peers, pictures, tables, timeline
+from bench.report import aggregate, choice, context_parallel, page, parity, peers, pictures, tables, timeline
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
@@ -23,9 +23,10 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     (folder / "report.md").write_text(tables.as_markdown(rows) + peers.markdown(rows) + context_parallel.markdown(rows))
     timeline.write_traces(rows, folder / "traces")
     target = folder / "report.html"
+    choose = ("choice", "Which kernel for my mask?", choice.section(rows))
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
     races = ("peers", "Side by side on one card", peers.section(rows))
-    target.write_text(page.build(rows, [races, agree, parallel]))
+    target.write_text(page.build(rows, [choose], [races, agree, parallel]))
     console.print(f"page: {target}")
     return target

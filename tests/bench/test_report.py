@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bench import compare, engine
 from bench.cases import Case, ProblemSpec
-from bench.report import aggregate, page, pictures, tables
+from bench.report import aggregate, choice, page, pictures, tables
 from bench.report.write import write_report
 from bench.timing import Timing
 from workload.suite import ALL_BUILDERS
@@ -54,8 +54,9 @@ def mixed():
         engine.new_row("peers/x", "peers", {
             "pass": "forward", "mask": "causal", "seq_len": 8192, "q_heads": 64, "kv_heads": 8, "head_dim": 128,
             "dtype": "bfloat16"}, {}) | {
-            "against": "torch:fa3", "tflops": {"jax:fa3": 605.0, "torch:fa3": 636.0}, "spread": {"jax:fa3": 0.02,
-            "torch:fa3": 0.01}, "ratio": {"jax:fa3": 0.951, "torch:fa3": 1.0}, "refused": {"jax:cudnn": "no"}},
+            "flops": FLOPS, "against": "torch:fa3", "tflops": {"jax:fa3": 605.0, "torch:fa3": 636.0},
+            "spread": {"jax:fa3": 0.02, "torch:fa3": 0.01}, "ratio": {"jax:fa3": 0.951, "torch:fa3": 1.0},
+            "refused": {"jax:cudnn": "no"}},
         engine.new_row("odd", "some_new_kind", {"scheme": "ring"}, {}),
     ]
 
@@ -63,7 +64,7 @@ def mixed():
 class Reader(html.parser.HTMLParser):
     """Tags must close in order, and no address may leave the page."""
 
-    VOID = {"meta", "img", "br", "path", "use", "rect", "line", "circle", "image"}
+    VOID = {"meta", "img", "br", "path", "use", "rect", "line", "circle", "image", "wbr"}
 
     def __init__(self):
         super().__init__()
@@ -191,3 +192,34 @@ def test_compare_sees_what_broke_and_what_went():
     assert compare.compare([bad], [good])[0].verdict == "mended"
     assert compare.compare([good], [])[0].verdict == "missing" and compare.compare([], [good])[0].verdict == "new"
     assert page.build([good]).count("<section") > 3
+
+
+def both(stack, kernel, mask, seq_len, milliseconds):
+    """A kernel's two passes, the backward one twice as long."""
+    forward = attention(stack, kernel, mask, seq_len, milliseconds)
+    backward = attention(stack, kernel, mask, seq_len, 2 * milliseconds)
+    case = forward["case"] | {"pass": "backward"}
+    return [forward, backward | {"key": backward["key"] + "/backward", "case": case}]
+
+
+def test_the_page_names_the_fastest_kernel_of_a_mask_where_most_were_timed():
+    rows = both("torch", "naive", "causal", 1024, 9.0) + both("torch", "fa1", "causal", 1024, 1.03)
+    rows += both("torch", "flashmask", "causal", 1024, 1.0) + both("torch", "naive", "causal", 2048, 30.0)
+    text = choice.section(rows)
+    assert ">flashmask, fa1</td>" in text and "naive 27 ms" in text and ">2K<" not in text
+    assert "of 1 places" in text and "<b>flashmask</b> in 1" in text
+    assert choice.section(rows[:2]) == ""
+
+
+def test_rates_of_contenders_that_took_turns_count_before_runs_of_their_own():
+    rows = both("torch", "fa3", "causal", 8192, 1.0) + both("torch", "flashmask", "causal", 8192, 0.1)
+    case = {"mask": "causal", "seq_len": 8192, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    rates = {"torch:fa3": 1.0, "torch:flashmask": 0.5, "torch:flex": 9.0, "torch:flashmask plain": 9.0}
+    for which in ("forward", "backward"):
+        rows.append(engine.new_row(f"peers/{which}", "peers", case | {"pass": which}, {}) | {
+            "flops": FLOPS, "against": "torch:fa3", "tflops": rates, "ratio": {},
+            "spread": dict.fromkeys(rates, 0.01) | {"torch:flex": 0.5}})
+    place = "4:2 heads of 64", "bfloat16", "causal", 8192, "torch"
+    found = choice.seconds(rows)[place]
+    assert found["fa3"]["forward"] == pytest.approx(FLOPS / 1e12) and set(found) == {"fa3", "flashmask"}
+    assert list(choice.fastest(found, ("forward", "backward"))) == ["fa3"]

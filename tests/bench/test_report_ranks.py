@@ -1,5 +1,7 @@
 """What the report says of real ranks: links, predictions beside measurements, head groups, traces."""
 
+import dataclasses
+
 import pytest
 
 from bench import context_parallel_cases as cp
@@ -74,3 +76,30 @@ def test_the_section_holds_links_and_traces():
     assert "4 KiB" in text and "20.0 us, 50" in text and text.count("<svg") == 1
     assert "Links and kernels of a call" in context_parallel.markdown(rows)
     assert ranks.section([real()]) == "" and ranks.markdown([real()]) == ""
+
+
+def of_scheme(scheme, mask, took, kind="context_parallel"):
+    """A row whose E is 1.5 / took."""
+    case = cp.Case("torch", scheme, dataclasses.replace(SPEC, mask=mask), 2)
+    row = real(scheme, forward=took, backward=took)
+    row |= {"key": f"{kind}/{case.key}", "kind": kind, "case": case.record(),
+            "schedule": cp.plan_of_schedule(case.schedule())}
+    return row if kind == "context_parallel" else row | {
+        "efficiency": {"predicted": dict.fromkeys(("both", "forward", "backward"), 1.5 / took)},
+        **dict.fromkeys(("forward", "backward"), {"predicted": took, "exposed_links": 0.0}), **row["schedule"]}
+
+
+def test_the_page_says_which_scheme_to_take_and_why_a_ring_falls_behind():
+    """What ran counts more than an estimate, and of two schemes the better is not known to be the best."""
+    found = [of_scheme(scheme, "full_document", took, kind)
+             for kind, times in (("context_parallel", (3.0, 2.0, 2.02)), ("replay_estimate", (1.6, 3.0, 3.0)))
+             for scheme, took in zip(("ring", "ulysses", "all_gather"), times, strict=True)]
+    found += [of_scheme(scheme, "causal", 2.0) for scheme in ("ring", "usp")]
+    text = context_parallel.section(found)
+    choice = text[text.index("Which scheme for my mask?"):text.index("E of both passes of every scheme")]
+    assert "<b>0.75</b> ulysses, all_gather" in choice and "estimate</span>" not in choice
+    assert ">full_document<" in choice and ">causal<" not in choice
+    told = text[text.index("Why does a ring"):text.index("</strong>")]
+    balance = context_parallel.plan(found[0])["step_balance"]
+    assert f"works {balance:.0%} of the time" in told and "E is 0.50, measured" in told
+    assert "ulysses has 1 step where the ring has 2 steps" in told and "E is 0.75, measured" in told

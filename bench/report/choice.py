@@ -1,0 +1,143 @@
+"""The part of the page that says which kernel to take for a mask and a length, from the rows at hand."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench import options
+from bench.cases import STACKS
+from bench.report import aggregate, page, peers, pictures
+from bench.report.pictures import length
+from workload.masks import STATIC_MASKS
+from workload.problem import PASSES
+from workload.suite import ALL_BUILDERS
+
+Row = dict[str, Any]
+Place = tuple[str, str, str, int, str]  # shape, dtype, mask, tokens, stack
+Seconds = dict[str, dict[str, float]]  # of a pass, by kernel
+CLOSE = 0.05
+FAIR = 0.6
+NAMES = {"jax": "JAX", "torch": "PyTorch"}
+TRAINING = PASSES
+QUESTIONS = ((TRAINING, "Training: forward and backward"), (PASSES[:1], "Forward alone"))
+
+
+def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
+    """What each kernel takes: beside its rivals where it was timed so and was steady, else in a run of its own.
+
+    Rows that are flagged are left out.
+    """
+    found: dict[Place, Seconds] = {}
+    for e in aggregate.entries(rows):
+        if e.seconds and not e.flags:
+            place = e.shape, e.dtype, e.mask, e.seq_len, e.stack
+            found.setdefault(place, {}).setdefault(e.kernel, {})[e.which] = e.seconds
+    for row in peers.rows_of(rows):
+        case = row["case"]
+        for name, tflops in row["tflops"].items():
+            stack, _, kernel = name.partition(":")
+            if kernel in options.KERNELS.get(stack, ()) and row["spread"][name] <= peers.STEADY:
+                place = peers.shape_of(case), case["dtype"], case["mask"], case["seq_len"], stack
+                found.setdefault(place, {}).setdefault(kernel, {})[case["pass"]] = row["flops"] / tflops / 1e12
+    return found
+
+
+def contenders(rows: Sequence[Row]) -> dict[tuple[str, str], set[str]]:
+    """(mask, stack) -> the kernels that were timed under it at any length, whatever their figures are worth."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for e in (*aggregate.entries(rows), *peers.entries(rows)):
+        if e.rate and e.kernel in options.KERNELS.get(e.stack, ()):
+            found.setdefault((e.mask, e.stack), set()).add(e.kernel)
+    return found
+
+
+def fastest(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> dict[str, float]:
+    """Kernels and their seconds, the fastest first, those within CLOSE of it behind; empty where none has all passes.
+
+    >>> fastest({"a": {"forward": 2.0}, "b": {"forward": 1.0}, "c": {"forward": 1.04}}, ["forward"])
+    {'b': 1.0, 'c': 1.04}
+    """
+    total = {k: sum(times[w] for w in passes) for k, times in kernels.items() if all(w in times for w in passes)}
+    best = min(total.values(), default=0.0)
+    return {k: s for k, s in sorted(total.items(), key=lambda x: x[1]) if s <= (1 + CLOSE) * best}
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML; empty where no two kernels were timed.
+
+    A place where many kernels were not timed has no winner: a slow one would look like it.
+    """
+    known = contenders(rows)
+
+    def told(place: Place, kernels: Seconds) -> bool:
+        _, _, mask, _, stack = place
+        return len(kernels) >= max(2, FAIR * len(known.get((mask, stack), ())) if mask in STATIC_MASKS else 0)
+
+    found = {place: kernels for place, kernels in seconds(rows).items() if told(place, kernels)}
+    shapes = Counter((place[0], place[1]) for place in found if place[2] in STATIC_MASKS)
+    if not shapes:
+        return ""
+    shape, dtype = shapes.most_common(1)[0][0]
+    here = {place: kernels for place, kernels in found.items() if place[:2] == (shape, dtype)}
+    note = (
+        f"<p>The fastest kernel of each stack by mask and length, for {page.esc(shape)}, {page.esc(dtype)}; kernels "
+        f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. Where contenders took turns at "
+        "one card, those figures count, else each kernel's own run. A place is empty where fewer than "
+        f"{FAIR:.0%} of a stack's kernels were timed. Point at a cell for times. What the names stand for "
+        'and what each refuses <a href="#capability">is told below</a>.</p>')
+    opened, folded = (_tables(here, passes, title) for passes, title in QUESTIONS)
+    return (note + _rule(here) + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
+            + _blocks(found))
+
+
+def _rule(here: Mapping[Place, Seconds]) -> str:
+    """Which kernels lead most often."""
+    lines = []
+    for stack in STACKS:
+        leaders = [fastest(kernels, TRAINING) for place, kernels in here.items() if place[4] == stack]
+        count = Counter(kernel for names in leaders for kernel in names)
+        places = sum(bool(names) for names in leaders)
+        if places:
+            told = ", ".join(f"<b>{page.esc(kernel)}</b> in {n}" for kernel, n in count.most_common(3))
+            lines.append(f"<li>{NAMES[stack]}: of {places} places, first or within {CLOSE:.0%} of it are {told}.</li>")
+    return f"<ul>{''.join(lines)}</ul>" if lines else ""
+
+
+def _tables(here: Mapping[Place, Seconds], passes: Sequence[str], title: str) -> str:
+    """A table a stack, masks by lengths."""
+    parts = []
+    for stack in STACKS:
+        cells = {(mask, n): _cell(kernels, passes) for (_, _, mask, n, s), kernels in here.items() if s == stack}
+        cells = {place: cell for place, cell in cells.items() if cell}
+        lengths, masks = sorted({n for _, n in cells}), [m for m in ALL_BUILDERS if any(m == x for x, _ in cells)]
+        body = [[mask, *(cells.get((mask, n), '<td class="none"></td>') for n in lengths)] for mask in masks]
+        if body:
+            table = page.table(["mask", *map(length, lengths)], body)
+            parts.append(f"<div><h3>{title}, {NAMES[stack]}</h3>{table}</div>")
+    return f'<div class="pair">{"".join(parts)}</div>'
+
+
+def _blocks(found: Mapping[Place, Seconds]) -> str:
+    """The masks of blocks, a line a setting."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for (shape, _, mask, n, stack), kernels in sorted(found.items()):
+        cell = _cell(kernels, TRAINING)
+        if mask not in STATIC_MASKS and cell:
+            lines.setdefault((mask, n, shape), {})[stack] = cell
+    if not lines:
+        return ""
+    body = [[f"{mask}, {length(n)}, {shape}", *(cells.get(s, '<td class="none"></td>') for s in STACKS)]
+            for (mask, n, shape), cells in lines.items()]
+    return f"<h3>Masks of blocks: {QUESTIONS[0][1].lower()}</h3>" + page.table(["setting", *NAMES.values()], body)
+
+
+def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> str:
+    """The fastest kernels; the colour is the first one's."""
+    leaders = fastest(kernels, passes)
+    if not leaders:
+        return ""
+    behind = {k: sum(times[w] for w in passes) for k, times in kernels.items() if all(w in times for w in passes)}
+    told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in sorted(behind.items(), key=lambda x: x[1]))
+    colour = pictures.kernel_colour(next(iter(leaders)))
+    return (f'<td style="background: {colour}44" title="{page.esc(told)}">'
+            f"{page.esc(', '.join(leaders))}</td>")
