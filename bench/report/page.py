@@ -63,7 +63,7 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
     """
     found = aggregate.entries(rows)
     parts = [
-        ("summary", "What this is", _summary(rows, found)),
+        ("summary", "What this is", _summary(rows, found, {anchor for anchor, _, text in (*first, *sections) if text})),
         ("masks", "The masks", _masks()),
         *first,
         ("rates", "Rates: mask by kernel", _rates(found)),
@@ -84,7 +84,7 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
     )
 
 
-def _summary(rows, found) -> str:
+def _summary(rows, found, anchors) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(str(n), status.replace("_", " ")) for status, n in sorted(counts.items(), key=lambda x: -x[1])]
     for row in rows:
@@ -101,12 +101,12 @@ def _summary(rows, found) -> str:
         "backward; a kernel that computes hidden cells shows a lower rate. Times are medians; on a GPU device time "
         "with a cold L2 cache, on a CPU wall time.</p>"
     )
-    return text + f'<div class="tiles">{boxes}</div>' + _findings(rows, found) + _best(found)
+    return text + f'<div class="tiles">{boxes}</div>' + _findings(rows, found, anchors) + _best(found)
 
 
-def _findings(rows: Sequence[dict], found: Sequence[Entry]) -> str:
-    """What a newcomer should see first, from the rows at hand."""
-    told = []
+def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str]) -> str:
+    """What a newcomer should see first, from the rows at hand; anchors: of the sections that the page has."""
+    told = ['<a href="#choice">Which kernel to take</a> for a mask and a length.'] if "choice" in anchors else []
     compared = [row for row in rows if row["kind"] == "parity" and row["status"] != "unsupported"]
     if compared:
         good = sum(row["status"] == "ok" for row in compared)
@@ -122,8 +122,9 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry]) -> str:
                 f"{esc(e.kernel)} of {e.stack} under {esc(e.mask)} ({tables.number((e.rate or 0) / unit)} {name}"
                 + (f", {(e.rate or 0) / peak:.0%} of the matrix peak)" if peak else ")") for e in tops) + ".")
         told += _price(timed) if setting[0] == "forward" else []
-    if any(row["kind"] in ("replay", "replay_estimate", "context_parallel") for row in rows):
-        told.append('<a href="#parallel">Why a ring falls behind on documents</a> when a sequence is split over ranks.')
+    if "parallel" in anchors:
+        told.append('<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks, and why a ring '
+                    "falls behind on documents.")
     lines = "".join(f"<li>{line}</li>" for line in told)
     return f"<h3>What it says</h3><ul>{lines}</ul>" if told else ""
 
@@ -168,9 +169,10 @@ def _rates(found) -> str:
         shown = [c for c in columns if any((m, c) in cells and cells[m, c].status != "unsupported" for m in masks)]
         if shown and len(masks) == 1:
             label = f"{masks[0]}, {tables.heading(setting).partition(', ')[2]}"
-            single.setdefault(setting[0], []).append((label, {c: cells[masks[0], c] for c in columns}))
+            single.setdefault(setting[0], []).append((label, {c: cells[masks[0], c] for c in shown}))
         elif shown:
             lines = [(mask, {c: cells[mask, c] for c in shown if (mask, c) in cells}) for mask in masks]
+            lines = [line for line in lines if any(e.status != "unsupported" for e in line[1].values())]
             text = _rate_table(f"{tables.heading(setting)}: {name}", "mask", lines, shown, unit)
             shapes.setdefault(setting[2:], {}).setdefault(setting[1], []).append(text)
     note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
