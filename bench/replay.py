@@ -202,7 +202,7 @@ class Replay:
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
             row["key"]: row for row in records.select(records.read(writer.path), kind=self.kind, status="ok", world=1)}
         self._checked: dict[tuple, Any] = {}
-        self._turns = Turns()
+        self._turns, self._order = Turns(), dict[str, int]()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
         """Writes a row for each case that the file lacks, and one for T1 of each problem."""
@@ -219,6 +219,7 @@ class Replay:
         for case, schedule in sorted(  # T1 first: other rows wait for it
                 members.values(), key=lambda m: (m[0].stack, m[0].world)):
             groups.setdefault(shape_key(case, schedule), []).append((case, schedule))
+            self._order[case.key] = len(self._order)
         waiting: list[Member] = []
         for measured in self._measure(list(groups.values())):
             waiting.append(measured)
@@ -260,12 +261,10 @@ class Replay:
         """
         told: queue.SimpleQueue = queue.SimpleQueue()
         with ThreadPoolExecutor(self.settings.workers) as threads, contextlib.ExitStack() as held:
-            order = 0
             for group in groups:
                 worker = held.enter_context(Worker(group[0][0].stack))
-                threads.submit(self._tell, told, self._group(worker, group, order))
-                order += len(group)
-            for _ in range(order):
+                threads.submit(self._tell, told, self._group(worker, group))
+            for _ in itertools.chain(*groups):
                 found = told.get()
                 if isinstance(found, BaseException):
                     raise found
@@ -279,7 +278,7 @@ class Replay:
         except BaseException as problem:  # raised where the rows are written
             told.put(problem)
 
-    def _group(self, worker: Worker, group: Sequence[Member], order: int) -> Iterator[Member]:
+    def _group(self, worker: Worker, group: Sequence[Member]) -> Iterator[Member]:
         """Builds a group, times its cases one by one, checks some of what the first one ran; keeps what was found."""
         with self._turns.together():
             found = worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
@@ -287,17 +286,17 @@ class Replay:
         with worker:  # when it ends its memory on the device is the next one's
             for n, member in enumerate(group):
                 if not isinstance(found, Failure):
-                    found = _joined(found, self._times(worker, n, order + n))
+                    found = _joined(found, self._times(worker, n, member[0]))
                 if not isinstance(found, Failure) and "spot_errors" not in found:
                     found = _joined(found, self._spots(worker, member[0]))
                 self._found[member[0].key] = found
                 yield member
 
-    def _times(self, worker: Worker, number: int, order: int) -> Any:
-        with self._turns.alone(order), open(LOCK, "w") as lock:  # of replays at the same time one is at the device
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    def _times(self, worker: Worker, number: int, case: cp.Case) -> Any:
+        with self._turns.alone(self._order[case.key]), open(LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of replays at the same time one is at the device
             return worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
-                              protocol=dataclasses.asdict(self.settings.protocol))
+                              protocol=dataclasses.asdict(self.settings.protocol), checked=case.world > 1)
 
     def _spots(self, worker: Worker, case: cp.Case) -> Any:
         """What T1 ran is as large as the device allows, and bench.dense checks such problems."""

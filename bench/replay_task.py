@@ -258,8 +258,10 @@ def _call_compilers(make, stack, kernel, problem: AttentionProblem) -> None:
     stack.finish(programs.results(operands, operands))
 
 
-def times(number: int, protocol: dict[str, Any]) -> dict[str, Any]:
+def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any]:
     """Seconds of the local work of one of the cases that `build` was given; what an earlier one ran is not run again.
+
+    Nothing of it runs on the device any more when it returns; checked: `spots` will be asked for.
 
     Returns: its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to what the
     steps before made; and by pass what a rank of a walk does `once`: out in its dtype and the row sums of out * dout,
@@ -274,8 +276,10 @@ def times(number: int, protocol: dict[str, Any]) -> dict[str, Any]:
             seconds[w.name, w.later] = programs.seconds(group.operands[w.name], w.later, limits)
     if not group.once:
         group.once = programs.seconds_once(group.operands[group.works[0].name], limits)
-    for name in () if group.spots else list(dict.fromkeys(w.name for w in works))[:SPOTS]:
-        group.spots.append((group.problems[name], programs.results(group.operands[name], group.operands.get(NOTHING))))
+    for name in () if group.spots or not checked else list(dict.fromkeys(w.name for w in works))[:SPOTS]:
+        results = programs.results(group.operands[name], group.operands.get(NOTHING))
+        programs.stack.finish(results)
+        group.spots.append((group.problems[name], results))
     runs = []
     for w in works:
         forward, backward = seconds[w.name, w.later]
@@ -443,6 +447,5 @@ def seconds_of(stack, call, protocol: Protocol) -> float:
     """
     once = wall(call, stack.finish)
     long = once > LONG_SECONDS
-    if long:
-        protocol = dataclasses.replace(protocol, samples=2, least=2, warmups=0)
+    protocol = dataclasses.replace(protocol, warmups=0, **({"samples": 2, "least": 2} if long else {}))
     return measure(stack.sampler(lambda _: call(), long, once), protocol).median
