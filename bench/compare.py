@@ -8,6 +8,7 @@ with 1 where something became slower, broke or is missing.
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,13 +22,17 @@ from workload.problem import PASSES
 
 THRESHOLD = options.define_float("threshold", 0.03, "Smallest change that counts, as a share.", lower_bound=0)
 
+VERDICTS = ("broken", "slower", "missing", "mended", "faster", "new", "same")
+COUNTED, MOST_COUNTED = ("missing", "new"), 20  # where two runs cover different ground, only their numbers are told
+WIDE = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
     """One row's fate.
 
     Attributes:
-      verdict: slower, faster, broken, mended, missing, new or same.
+      verdict: one of VERDICTS.
       ratio: new over old median seconds; noise: both spreads together, as a share.
     """
 
@@ -40,18 +45,20 @@ class Change:
 
 def compare(old: Sequence[dict], new: Sequence[dict], threshold: float = 0.03) -> list[Change]:
     """The change of every key of either file, ceilings left out; of every pass or stack that a row times."""
-    before, after = ({r["key"]: r for r in rows if r["kind"] != "ceiling"} for rows in (old, new))
-    return [change for key in dict.fromkeys([*before, *after])
-            for change in _changes(key, before.get(key), after.get(key), threshold)]
+    before, after = ({(r["kind"], r["key"]): r for r in rows if r["kind"] != "ceiling"} for rows in (old, new))
+    return [change for row in dict.fromkeys([*before, *after])
+            for change in _changes(row[1], before.get(row), after.get(row), threshold)]
 
 
 def times(row: dict) -> dict[str, tuple[float, float]]:
-    """What a row times, by pass or stack where there are several: median seconds, and their spread as a share."""
+    """What a row times, by pass, stack or contender where there are several: median seconds, spread as a share."""
     if row["kind"] in ("replay", "replay_estimate"):
         return {which: (row[which]["predicted"], 0.0) for which in PASSES if which in row}
     seconds = row.get("seconds", {})
     if row["kind"] == "context_parallel":
         return {which: _summary(found["samples"]) for which, found in seconds.items()}
+    if row["kind"] == "peers":
+        return {name: (row["flops"] / rate / 1e12, row["spread"][name]) for name, rate in row.get("tflops", {}).items()}
     if row["kind"] == "parity":
         return {stack: _summary(samples) for stack, samples in row.get("rounds", {}).items()}
     return {"": (seconds["median"], seconds["spread"])} if "median" in seconds else {}
@@ -92,14 +99,16 @@ def main(argv):
             print(f"records: no such file: {path}", file=sys.stderr)
             return 2
     changes = compare(records.read(argv[1]), records.read(argv[2]), THRESHOLD.value)
-    table = Table("row", "change", "new / old time", "noise", "")
-    for c in changes:
-        if c.verdict != "same":
+    counts = Counter(c.verdict for c in changes)
+    table = Table("change", "row", "new / old time", "noise", "")
+    for c in sorted(changes, key=lambda c: (VERDICTS.index(c.verdict), -(c.ratio or 0))):
+        if c.verdict != "same" and (c.verdict not in COUNTED or counts[c.verdict] <= MOST_COUNTED):
             ratio, noise = f"{c.ratio:.3f}" if c.ratio else "", f"{c.noise:.1%}" if c.noise is not None else ""
-            table.add_row(c.key, c.verdict, ratio, noise, c.detail)
-    console = Console(soft_wrap=True)
+            table.add_row(c.verdict, c.key, ratio, noise, c.detail)
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
     if table.row_count:
         console.print(table)
+    console.print(", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v]), markup=False)
     bad = [c for c in changes if c.verdict in ("slower", "broken", "missing")]
     console.print(f"{len(changes)} compared, {len(bad)} worse", markup=False)
     return 1 if bad else 0

@@ -178,6 +178,8 @@ def test_compare_sees_beyond_noise(new_ms, spread, verdict):
 @pytest.mark.parametrize("kind, timed", [
     ("context_parallel", lambda ms: {"seconds": {"forward": {"samples": [2.0]}, "backward": {"samples": [ms, ms]}}}),
     ("replay", lambda ms: {"forward": {"predicted": 2.0}, "backward": {"predicted": ms}}),
+    ("peers", lambda ms: {"flops": FLOPS, "tflops": {"torch:fa3": 5.0, "backward": 1 / ms},
+                          "spread": {"torch:fa3": 0.0, "backward": 0.0}}),
     ("parity", lambda ms: {"rounds": {"jax": [2.0] * 3, "backward": [ms] * 3}})])
 def test_compare_sees_each_pass_of_rows_that_time_several(kind, timed):
     old, new = (engine.new_row("x", kind, {}, {}) | timed(ms) for ms in (5.0, 7.0))
