@@ -2,7 +2,8 @@
 
 A message costs latency + bytes / bandwidth, at the level (inside a node, between nodes) of the pair that it joins.
 Every rank has links of its own of either level, one message at a time on each. A hop takes as long as its slowest pair,
-since a ring moves together; a step as long as its slowest rank.
+since a ring moves together; a step as long as its slowest rank. An exchange stands between copies in a rank's own
+memory.
 """
 
 import dataclasses
@@ -19,12 +20,15 @@ LEVELS = ("inner", "outer")
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Seconds and bytes per second, per rank and direction, inside a node and between nodes."""
+    """Seconds and bytes per second, per rank and direction, inside a node and between nodes; and a rank's own memory's
+    bytes per second, read and written.
+    """
 
     inner_latency: float = 5e-6
     inner_bandwidth: float = 350e9
     outer_latency: float = 15e-6
     outer_bandwidth: float = 45e9
+    memory_bandwidth: float = 4.2e12
 
     def __post_init__(self):
         for field in dataclasses.fields(Links):
@@ -79,12 +83,12 @@ def links_of(measured: dict[str, Sequence[dict[str, Any]]], ranks: int) -> Measu
     curves = {kind: tuple(sorted((x["operand_bytes"], x["seconds"]) for x in points))
               for kind, points in measured.items()}
     (_, latency), (size, seconds) = curves["permute"][0], curves["permute"][-1]
-    return MeasuredLinks(latency, size / seconds, latency, size / seconds, ranks, curves)
+    return MeasuredLinks(latency, size / seconds, latency, size / seconds, ranks=ranks, curves=curves)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one pass: all of it, the local work of each step's slowest rank, what links add to that."""
+    """Seconds of one pass: all of it, the local work of each step's slowest rank, what links and copies add to that."""
 
     total: float
     compute: float
@@ -123,6 +127,18 @@ def collective_seconds(signature: Signature, collective: Collective, links: Link
     return max(_group_seconds([grid.node(r) for r in group], collective, links) for group in groups)
 
 
+def copy_seconds(signature: Signature, collective: Collective, links: Links) -> float:
+    """Time of the copies around a collective: heads and tokens change places for an exchange, and what does not come in
+    ascending order is put in order.
+    """
+    keys = collective.tensor in ("k", "v", "dk", "dv")
+    if collective.axis == "ulysses":
+        passes = 1 + (signature.sorts_kv if keys else signature.sorts_q)
+        return 2 * passes * collective.operand_bytes / links.memory_bandwidth
+    gathered = collective.operand_bytes * (signature.topology.ring if collective.kind == "all_gather" else 1)
+    return 2 * signature.sorts_gathered * gathered / links.memory_bandwidth
+
+
 def _group_seconds(nodes: Sequence[int], collective: Collective, links: Links) -> float:
     others = len(nodes) - 1
     piece = collective.wire_bytes / max(1, others)
@@ -148,7 +164,8 @@ def predict(
         return _in_groups(signature, which, compute[0], links, head_groups)
     clock = _Clock(signature, links)
     walk = [c for c in signature.collectives(which) if c.kind == "permute"]
-    others = sum(collective_seconds(signature, c, links) for c in signature.collectives(which) if c.kind != "permute")
+    others = sum(collective_seconds(signature, c, links) + copy_seconds(signature, c, links)
+                 for c in signature.collectives(which) if c.kind != "permute")
     sizes = {c.tensor: c.operand_bytes for c in walk}
     keys, sums = ("k", "v"), ("dk", "dv")
     now, arrived, entered = 0.0, 0.0, 0.0
@@ -180,7 +197,7 @@ def _in_groups(signature: Signature, which: str, compute: float, links: Links, g
     needed, made = 0.0, 0.0
     for c in signature.collectives(which):
         part = dataclasses.replace(c, operand_bytes=c.operand_bytes // groups, wire_bytes=c.wire_bytes // groups)
-        seconds = collective_seconds(signature, part, links)
+        seconds = collective_seconds(signature, part, links) + copy_seconds(signature, part, links)
         if c.tensor in ("out", "lse", "dq", "dk", "dv"):
             made += seconds
         else:

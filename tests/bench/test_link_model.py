@@ -12,7 +12,7 @@ from workload.schedule import make_schedule
 from workload.sharding import shardings
 from workload.topology import Hop, make_topology
 
-FREE = Links(0.0, 1e30, 0.0, 1e30)
+FREE = Links(0.0, 1e30, 0.0, 1e30, 1e30)
 
 
 def signature_of(scheme, world, **grid):
@@ -69,6 +69,20 @@ def test_all_to_all_uses_both_levels_at_once():
     piece = collective.operand_bytes / 4
     links = Links(0.0, 10.0, 0.0, 5.0)
     assert collective_seconds(signature, collective, links) == pytest.approx(2 * piece / 5)
+
+
+def test_copies_of_an_exchange_and_of_keys_out_of_order():
+    """An exchange reads and writes its operand once more; gathered keys out of order are put in order."""
+    exchange = signature_of("ulysses", 4)
+    links = Links(0.0, 1e30, 0.0, 1e30, 10.0)
+    moved = sum(c.operand_bytes for c in exchange.collectives("forward"))
+    assert predict(exchange, "forward", [1.0], links).total == pytest.approx(1 + 2 * moved / 10)
+    gathered = signature_of("all_gather", 4)
+    assert predict(gathered, "forward", [1.0], links).total == pytest.approx(1)
+    zigzag = dataclasses.replace(gathered, sorts_gathered=True)
+    moved = 4 * sum(c.operand_bytes for c in zigzag.collectives("forward"))
+    assert predict(zigzag, "forward", [1.0], links).total == pytest.approx(1 + 2 * moved / 10)
+    assert predict(signature_of("ring", 4), "forward", [1.0] * 4, links).total == pytest.approx(4)
 
 
 @pytest.mark.parametrize("name,value", [("inner_bandwidth", 0.0), ("outer_latency", -1.0)])
