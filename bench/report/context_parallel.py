@@ -326,5 +326,6 @@ def _timelines(found: Sequence[Row]) -> str:
         return ""
     note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate "
             "of the step's busiest rank), yellow waits for the step's slowest rank, red are links that no computation "
-            "hides.</p>")
+            "hides. The folder <code>traces</code> beside this page holds both passes of every such row for Perfetto."
+            "</p>")
     return f"<h3>Timelines: a ring waits at every step</h3>{note}{''.join(parts)}"
