@@ -3,6 +3,9 @@
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
+# Tests run side by side, but one after the other on a GPU, which one process takes, or without pytest-xdist.
+SIDE_BY_SIDE = import xdist; print("-n auto --maxprocesses=4 --dist=worksteal")
+PYTEST = $(PYTHON) -m pytest -q $$(command -v nvidia-smi >/dev/null || $(PYTHON) -c '$(SIDE_BY_SIDE)' 2>/dev/null)
 
 .PHONY: bench test test-full fuzz lint clean
 
@@ -10,10 +13,10 @@ bench: $(STAMP)
 	$(PYTHON) -m bench.quick
 
 test: lint
-	$(PYTHON) -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-full: lint
-	$(PYTHON) -m pytest -q
+	$(PYTEST)
 
 fuzz: $(STAMP)
 	$(PYTHON) -m bench.fuzz --seconds=600

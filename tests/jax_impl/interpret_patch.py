@@ -11,6 +11,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src import callback as jcallback
 from jax._src import core as jcore
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
@@ -27,6 +29,7 @@ _interpret = _Interpreter.interpret
 _interpret_wgmma = _Interpreter._interpret_wgmma_ref_p
 _interpret_inline = _Interpreter._interpret_inline_mgpu_p
 _copy_smem_to_gmem = callbacks.copy_smem_to_gmem
+_to_integer = shared_memory._to_int
 
 
 def _allocate(self, token, value, eqn):
@@ -220,8 +223,19 @@ _check_read = _outside_registers(callbacks.GPURaceDetectionState.check_read)
 _check_write = _outside_registers(callbacks.GPURaceDetectionState.check_write)
 
 
+def _on_the_host(*arguments, callback, **_):
+    """What stands behind `io_callback`, handing NumPy arrays on: the interpreter reads them piece by piece."""
+    return jax.tree.map(np.asarray, callback(*map(np.array, arguments)))
+
+
+def _integer(x):
+    """A coordinate, of the program or of the host."""
+    return x.item() if isinstance(x, np.ndarray) else _to_integer(x)
+
+
 def install() -> None:
     """Extends the interpreter of this process."""
+    jcallback.io_callback_impl, shared_memory._to_int = _on_the_host, _integer
     callbacks.GPURaceDetectionState.check_read = _check_read
     callbacks.GPURaceDetectionState.check_write = _check_write
     callbacks.copy_smem_to_gmem = _store

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=1"
+FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 
 
 def records(check, *arguments, deadline=280, devices=8, flags=""):
