@@ -20,11 +20,17 @@ def forward(local: Local, q, k, v, data: Data):
 
 
 def backward(local: Local, saved, dout, data: Data):
-    """dq, dk, dv, float32; dk, dv [batch, kv_block, kv heads, d] summed over the ring."""
+    """Yields ("dq", ..), ("dk", ..), ("dv", ..), float32, each as soon as it is made.
+
+    dk, dv [batch, kv_block, kv heads, d] are summed over the ring, and travel while dq is made; after a head exchange,
+    where there are no sums, dq travels while dk, dv are made.
+    """
     q, k, v, out, lse = saved
     k, v = gather(local, (k, v), data, "backward")()
-    dq, *sums = gradients(local, (q, k, v, out, lse), dout, data)
-    return dq, *scatter_sum(local, sums, data)()
+    query, keys = _gradient_parts(local, (q, k, v, out, lse), dout, data)
+    home = scatter_sum(local, keys(), data) if local.signature.topology.ring > 1 else None
+    yield "dq", query()
+    yield from zip(("dk", "dv"), (home or scatter_sum(local, keys(), data))(), strict=True)
 
 
 def attend(local: Local, q, k, v, data: Data):
@@ -37,10 +43,19 @@ def attend(local: Local, q, k, v, data: Data):
 
 def gradients(local: Local, saved, dout, data: Data):
     """dq, dk, dv, float32, of this rank's rows, for gathered keys."""
+    query, keys = _gradient_parts(local, saved, dout, data)
+    return query(), *keys()
+
+
+def _gradient_parts(local: Local, saved, dout, data: Data):
+    """(query, keys): query() gives dq, keys() dk, dv, float32; see `Local.backward_parts`."""
     q, k, v, out, _ = saved
+    running, scale = local.running, local.signature.scale
     if data.masks[0] is None:
-        return tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    return local.backward(saved, dout, row_sums(out, dout), data.masks[0])
+        zeros = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+        return lambda: running.gradient(None, q, scale), lambda: zeros
+    query, keys = local.backward_parts(None, saved, dout, row_sums(out, dout), data.masks[0])
+    return lambda: running.gradient(query(), q, scale), keys
 
 
 def gather(local: Local, tensors, data: Data, name: str) -> Callable[[], Sequence[torch.Tensor]]:

@@ -131,10 +131,9 @@ def backward(plan: Plan, saved, dout):
         return head_groups.backward(plan, saved, dout)
     local, data, dtype = plan.local, plan.data, saved[0].dtype
     dout = to_heads(local, dout.contiguous(), "dout", data)()
-    dq, *sums = _scheme(local).backward(local, saved, dout, data)
-    coming = [to_tokens(local, dq.to(dtype), "dq", data)]
-    coming += [to_tokens(local, x, name, data) for x, name in zip(sums, ("dk", "dv"))]
-    return tuple(wait().to(dtype) for wait in coming)
+    coming = {name: to_tokens(local, x.to(dtype) if name == "dq" else x, name, data)
+              for name, x in _scheme(local).backward(local, saved, dout, data)}
+    return tuple(coming[name]().to(dtype) for name in ("dq", "dk", "dv"))
 
 
 def _scheme(local):

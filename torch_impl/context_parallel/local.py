@@ -61,6 +61,17 @@ class Local:
             *saved, dout, operands, self.signature.scale, grad_dtype=torch.float32, delta=delta
         )
 
+    def backward_parts(self, total, saved, dout, delta, operands):
+        """(query, keys), called in either order: query() the sum of dq, see `Running.backward`, keys() dk, dv, float32.
+
+        Where the kernel makes them apart, what the first call made can travel while the other is at work.
+        """
+        running, arguments = self.running, (total, *saved, dout, operands, self.signature.scale)
+        if running.parts is not None:
+            return running.parts(*arguments, delta=delta)
+        made = functools.cache(lambda: running.backward(*arguments, delta=delta))
+        return lambda: made()[0], lambda: made()[1:]
+
     @property
     def travel(self) -> torch.dtype:
         """dtype of gradient sums in flight."""

@@ -16,5 +16,5 @@ def forward(local: Local, q, k, v, data: Data):
 
 
 def backward(local: Local, saved, dout, data: Data):
-    """dq, dk, dv, float32, on the exchanged tensors."""
+    """Yields dq, dk, dv, float32, on the exchanged tensors by name."""
     return ring.backward(local, saved, dout, data)

@@ -26,28 +26,34 @@ def forward(local: Local, q, k, v, data: Data):
 
 
 def backward(local: Local, saved, dout, data: Data):
-    """dq, dk, dv, float32. Every step uses the final out and lse; sums of dk, dv follow their block and go home."""
+    """Yields ("dq", ..), ("dk", ..), ("dv", ..), float32. Every step uses the final out and lse; sums of dk, dv follow
+    their block and go home, the last ones while dq of the last step is made.
+    """
     q, k, v, out, lse = saved
-    running, steps, scale = local.running, local.signature.steps, local.signature.scale
-    delta = row_sums(out, dout)
-    walk, total, own, moving, carried = _Walk(local, "backward", (k, v)), None, None, None, None
+    steps, delta, last = local.signature.steps, row_sums(out, dout), len(data.masks) - 1
+    walk, total, own, moving, carried, going = _Walk(local, "backward", (k, v)), None, None, None, None, None
     for t, (step, operands) in enumerate(zip(steps, data.masks, strict=True)):
         k, v = walk.enter(t)
         if not step.at_home and step.grad_hop is None and moving is not None:
             hop = next(s.carried_hop for s in steps[t:] if s.carried_hop is not None)
             carried = _send_sums(local, moving, hop, t)  # it has this whole window to arrive
         arriving = None if step.grad_hop is None else _send_sums(local, moving, step.grad_hop, t)
-        sums = None
+        sums = query = None
         if operands is not None:
-            total, *sums = running.backward(total, q, k, v, out, lse, dout, operands, scale, delta=delta)
+            query, keys = local.backward_parts(total, (q, k, v, out, lse), dout, delta, operands)
+            if t < last:
+                total, query = query(), None
+            sums = keys()
         if step.at_home:
             own = sums
         else:
             moving = _add(sums, arriving, k)
             moving = moving if step.carried_hop is None else _add(moving, carried, k)
-    if local.signature.home is not None:
-        own = _add(own, _send_sums(local, moving, local.signature.home, len(steps)), k)
-    return running.gradient(total, q, scale), *_add(own, None, k)
+        if t == last and local.signature.home is not None:
+            going = _send_sums(local, moving, local.signature.home, len(steps))
+        total = total if query is None else query()
+    yield "dq", local.running.gradient(total, q, local.signature.scale)
+    yield from zip(("dk", "dv"), _add(own, going, k), strict=True)
 
 
 class _Walk:

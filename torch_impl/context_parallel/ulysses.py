@@ -19,7 +19,7 @@ def forward(local: Local, q, k, v, data: Data):
 
 
 def backward(local: Local, saved, dout, data: Data):
-    """dq, dk, dv on the exchanged tensors."""
+    """Yields dq, dk, dv on the exchanged tensors by name."""
     return all_gather.backward(local, saved, dout, data)
 
 

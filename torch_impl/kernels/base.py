@@ -24,10 +24,13 @@ class Running:
       forward: (part, q, k, v, operands, scale) -> part: out float32 and lse.
       backward: (total, q, k, v, out, lse, dout, operands, scale, *, delta) -> (total, dk, dv), float32: dq so far, and
         dk, dv of these keys; out, lse and delta of all keys.
+      parts: the arguments of backward -> (query, keys): query() gives its total, keys() its dk, dv, called in either
+        order; None where the kernel makes them together.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    parts: Callable[..., Any] | None = None
 
     def result(self, part, q):
         """out float32 and lse of all calls; (0, -inf) where there was none."""

@@ -6,6 +6,7 @@ Metadata is O(q_len + kv_len). Wang et al., FlashMask, 2024; Dao, FlashAttention
 """
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -158,30 +159,41 @@ def _write_forward(q, k, v, out, lse, before, walk, scale, *, adds: bool):
 
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse, out and delta may belong to a larger problem; see WORKSPACE.md for the contract."""
-    dq = torch.empty(q.shape, dtype=grad_dtype or q.dtype, device=q.device)
-    if not q.shape[1] or not k.shape[1]:
-        dq.zero_()
-    return dq, *_write_backward(q, k, v, out, lse, dout, dq, operands, scale, grad_dtype, delta, adds=False)
+    query, keys = _parts(None, q, k, v, out, lse, dout, operands, scale, grad_dtype=grad_dtype, delta=delta)
+    return query(), *keys()
 
 
-def _write_backward(q, k, v, out, lse, dout, dq, operands, scale, grad_dtype=None, delta=None, *, adds: bool):
-    """Writes dq, or adds to what is there; returns dk, dv."""
-    dk, dv = (torch.empty(x.shape, dtype=grad_dtype or x.dtype, device=x.device) for x in (k, v))
-    if not q.shape[1] or not k.shape[1]:
-        return dk.zero_(), dv.zero_()
-    q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
-    delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
-    lse = lse.contiguous()
-    query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale, adds=adds)
-    if operands.key_splits == 1:
-        key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+def _parts(total, q, k, v, out, lse, dout, operands, scale, *, grad_dtype, delta=None):
+    """(query, keys): query() writes dq, or adds to a `total` that is there, and returns it; keys() returns dk, dv."""
+    empty, key = not q.shape[1] or not k.shape[1], k
+    dq = torch.empty(q.shape, dtype=grad_dtype or q.dtype, device=q.device) if total is None else total
+    if not empty:
+        q, k, v, dout = (support.computed(x) for x in (q, k, v, dout.to(q.dtype)))
+        delta = (support.row_delta(out, dout) if delta is None else delta).contiguous()
+        lse = lse.contiguous()
+
+    def query():
+        if not empty:
+            query_gradient(q, k, v, dout, dq, lse, delta, operands.query, scale, adds=total is not None)
+        elif total is None:
+            dq.zero_()
+        return dq
+
+    def keys():
+        dk, dv = (torch.empty(key.shape, dtype=grad_dtype or key.dtype, device=key.device) for _ in "kv")
+        if empty:
+            return dk.zero_(), dv.zero_()
+        if operands.key_splits == 1:
+            key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+            return dk, dv
+        shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
+        parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
+        key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
+        for whole, part in zip((dk, dv), parts, strict=True):
+            whole.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
         return dk, dv
-    shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
-    parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
-    key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
-    for total, part in zip((dk, dv), parts, strict=True):
-        total.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
-    return dk, dv
+
+    return query, keys
 
 
 def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale, *, adds: bool = False):
@@ -225,10 +237,9 @@ def _add_forward(part, q, k, v, operands, scale):
     return out, lse
 
 
-def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
-    if total is None:
-        return backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
-    return total, *_write_backward(q, k, v, out, lse, dout, total, operands, scale, torch.float32, delta, adds=True)
+def _add_backward(*arguments, delta):
+    query, keys = _parts(*arguments, grad_dtype=torch.float32, delta=delta)
+    return query(), *keys()
 
 
 KERNEL = Kernel(
@@ -238,5 +249,5 @@ KERNEL = Kernel(
     forward,
     backward,
     support.available,
-    Running(_add_forward, _add_backward),
+    Running(_add_forward, _add_backward, functools.partial(_parts, grad_dtype=torch.float32)),
 )

@@ -1,7 +1,9 @@
 """Faults that broke others, pinned on every scheme. Toy set-up: q = 0, so an out row is the mean of its visible V."""
 
 import dataclasses
+import functools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 from tests.schemes import GROUPED, UNGROUPED, Case
 from tests.torch_impl.context_parallel import cases
 from torch_impl import context_parallel
-from torch_impl.context_parallel.threads import ThreadRanks
+from torch_impl.context_parallel import local
+from torch_impl.context_parallel.threads import ThreadCommunicator, ThreadRanks
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload import masks
 from workload.errors import Unsupported
@@ -382,3 +385,34 @@ def test_training_step(scheme, grid):
     assert [n for n, _ in got] == pytest.approx([loss.item()] * 4, rel=1e-5)
     for n, w in enumerate(whole):
         torch.testing.assert_close(sum(grads[n] for _, grads in got), w.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme,order", [
+    ("all_gather", ["keys", "all_gather backward: dk", "all_gather backward: dv", "query"]),
+    ("ulysses", ["query", "tokens for heads of dq", "keys", "tokens for heads of dk", "tokens for heads of dv"]),
+    ("ring", ["query", "keys", "keys", "ring backward step 2: sums of dk, dv", "query"]),
+])
+def test_what_is_made_first_travels_while_the_rest_is_made(scheme, order, monkeypatch):
+    """A kernel that makes dq and dk, dv apart: the larger part that goes home leaves before the other is made."""
+    told, plain = [], local.running
+    launch = ThreadCommunicator._launch
+
+    def running(kernel):
+        def parts(*arguments, delta):
+            made = functools.cache(lambda: plain(kernel).backward(*arguments, delta=delta))
+            return lambda: tell("query") or made()[0], lambda: tell("keys") or made()[1:]
+        return dataclasses.replace(plain(kernel), parts=parts)
+
+    def tell(word, rank=None):
+        if rank == 0 or threading.current_thread().name == "rank 0":
+            told.append(word)
+
+    def launched(self, kind, step, *rest):
+        tell(step, self.rank)
+        return launch(self, kind, step, *rest)
+
+    monkeypatch.setattr(local, "running", running)
+    monkeypatch.setattr(ThreadCommunicator, "_launch", launched)
+    out = whole(scheme, 2, {}, masks.full(16, 16), *torch.randn(3, 1, 16, 2, 4), sharding="contiguous")
+    assert all(torch.isfinite(x).all() for x in out)
+    assert [word for word in told if word in order] == order

@@ -113,9 +113,13 @@ def test_keys_that_come_block_by_block_add_up(name):
             part = adding.forward(part, q, k[:, block], v[:, block], made, whole.scale)
         out, lse = adding.result(part, q)
         delta = (out * dout.float()).sum(-1).transpose(1, 2).contiguous()
-        for block, made in zip(blocks, operands, strict=True):
-            total, *side = adding.backward(total, q, k[:, block], v[:, block], out, lse, dout, made, whole.scale,
-                                           delta=delta)
+        for n, (block, made) in enumerate(zip(blocks, operands, strict=True)):
+            given = total, q, k[:, block], v[:, block], out, lse, dout, made, whole.scale
+            if adding.parts is None or n == 0:
+                total, *side = adding.backward(*given, delta=delta)
+            else:  # in either order
+                query, keys = adding.parts(*given, delta=delta)
+                side, total = (keys(), query()) if n == 1 else (query(), keys())[::-1]
             sides.append(side)
     dk, dv = (torch.cat([sides[n][x] for n in (1, 2, 0)], dim=1) for x in range(2))
     judge(whole, (out, lse, adding.gradient(total, q, whole.scale), dk, dv), want)
