@@ -23,23 +23,25 @@ QUESTIONS = ((TRAINING, "Training: forward and backward"), (PASSES[:1], "Forward
 
 
 def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
-    """What each kernel takes: beside its rivals where it was timed so and was steady, else in a run of its own.
+    """What each kernel takes at a place, all from timings of one kind: in turns with its rivals, or cold and alone.
 
-    Rows that are flagged are left out.
+    The two are not to be mixed, for a card that is kept busy runs slower. The kind that timed more kernels counts.
+    Rows that are flagged and contenders that swung are left out.
     """
-    found: dict[Place, Seconds] = {}
+    alone: dict[Place, Seconds] = {}
     for e in aggregate.entries(rows):
         if e.seconds and not e.flags:
             place = e.shape, e.dtype, e.mask, e.seq_len, e.stack
-            found.setdefault(place, {}).setdefault(e.kernel, {})[e.which] = e.seconds
+            alone.setdefault(place, {}).setdefault(e.kernel, {})[e.which] = e.seconds
+    turns: dict[Place, Seconds] = {}
     for row in peers.rows_of(rows):
         case = row["case"]
         for name, tflops in row["tflops"].items():
             stack, _, kernel = name.partition(":")
             if kernel in options.KERNELS.get(stack, ()) and row["spread"][name] <= peers.STEADY:
                 place = peers.shape_of(case), case["dtype"], case["mask"], case["seq_len"], stack
-                found.setdefault(place, {}).setdefault(kernel, {})[case["pass"]] = row["flops"] / tflops / 1e12
-    return found
+                turns.setdefault(place, {}).setdefault(kernel, {})[case["pass"]] = row["flops"] / tflops / 1e12
+    return {place: max(turns.get(place, {}), alone.get(place, {}), key=len) for place in {**alone, **turns}}
 
 
 def contenders(rows: Sequence[Row]) -> dict[tuple[str, str], set[str]]:
@@ -81,9 +83,8 @@ def section(rows: Sequence[Row]) -> str:
     here = {place: kernels for place, kernels in found.items() if place[:2] == (shape, dtype)}
     note = (
         f"<p>The fastest kernel of each stack by mask and length, for {page.esc(shape)}, {page.esc(dtype)}; kernels "
-        f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. Where contenders took turns at "
-        "one card, those figures count, else each kernel's own run. A place is empty where fewer than "
-        f"{FAIR:.0%} of a stack's kernels were timed. Point at a cell for times. What the names stand for "
+        f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. A place is empty where fewer "
+        f"than {FAIR:.0%} of a stack's kernels were timed. Point at a cell for times. What the names stand for "
         'and what each refuses <a href="#capability">is told below</a>.</p>')
     opened, folded = (_tables(here, passes, title) for passes, title in QUESTIONS)
     return (note + _rule(here) + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
