@@ -210,10 +210,13 @@ class Bench:
           skip: (the row so far, with its FLOPs) -> status and reason where the case is not to be run.
         """
         row = new_row(case.key, "attention", case.record(), self.workers.environment(case.stack, self.options.deadline))
+        began, ask = time.perf_counter(), self._ask(case, number)
         try:
-            return self._measured(case, self._ask(case, number), row, skip)
+            row = self._measured(case, ask, row, skip)
         except _Ended as ended:
-            return row | ended.fields
+            row |= ended.fields
+        ask.took["waiting"] = time.perf_counter() - began - sum(ask.took.values())
+        return row | {"took": ask.took}
 
     def build_ahead(self, case: Case, number: int, skip: Callable[[dict], dict | None]) -> None:
         """Compiles a case whose compilation disturbs timings before anything of its length is timed."""
@@ -225,22 +228,11 @@ class Bench:
 
     def judge_ahead(self, case: Case) -> None:
         """Computes a case's reference before its first row asks for it; beside checks, never beside a timing."""
-        with self.turns.together(patient=True):
+        with self.turns.together():
             self.references.of(case)
 
-    def _ask(self, case: Case, number: int) -> Callable[..., Any]:
-        """ask(task, ...) of the case's worker; raises `_Ended` where it fails. A row tells what its tasks took."""
-        worker, record = self.workers.of(case.stack, number), case.record()
-        took: dict[str, float] = {}
-
-        def ask(task, **arguments):
-            began = time.perf_counter()
-            found = worker.ask(f"{TASKS}:{task}", self.options.deadline, case=record, **arguments)
-            took[task] = time.perf_counter() - began
-            if isinstance(found, Failure):
-                raise _Ended(_failed(found))
-            return found | {"took": took} if task in ("describe", "check", "clock") else found
-        return ask
+    def _ask(self, case: Case, number: int) -> "_Ask":
+        return _Ask(self.workers.of(case.stack, number), case, self.options.deadline)
 
     def _measured(self, case, ask, row, skip) -> dict[str, Any]:
         reason = ask("refuse")
@@ -285,7 +277,8 @@ class Bench:
 
     def _checked(self, case, ask) -> dict[str, Any]:
         """What the check adds to a row; raises `_Ended` where the case is wrong."""
-        reference = self.references.of(case)
+        with ask.taking("reference"):
+            reference = self.references.of(case)
         if isinstance(reference, Failure):
             raise _Ended({"status": reference.status, "reason": f"the reference: {reference.reason}"})
         checked = ask("check", reference=reference, whole_cells=WHOLE_CELLS)
@@ -293,6 +286,34 @@ class Bench:
         if wrong:
             raise _Ended(checked | {"status": "mismatch", "reason": "; ".join(wrong)})
         return checked
+
+
+class _Ask:
+    """ask(task, ...) of a case's worker; raises `_Ended` where it fails.
+
+    Attributes:
+      took: seconds of each task.
+    """
+
+    def __init__(self, worker: Worker, case: Case, deadline: float):
+        self._worker, self._record, self._deadline = worker, case.record(), deadline
+        self.took: dict[str, float] = {}
+
+    def __call__(self, task: str, **arguments) -> Any:
+        with self.taking(task):
+            found = self._worker.ask(f"{TASKS}:{task}", self._deadline, case=self._record, **arguments)
+        if isinstance(found, Failure):
+            raise _Ended(_failed(found))
+        return found
+
+    @contextlib.contextmanager
+    def taking(self, name: str):
+        """Adds the seconds of a `with` to what `name` took."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.took[name] = self.took.get(name, 0.0) + time.perf_counter() - began
 
 
 class _Ended(Exception):

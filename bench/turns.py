@@ -8,10 +8,11 @@ from typing import Any
 class Turns:
     """Turns of the threads of one process, each of which has worker processes do its work.
 
-    What is timed runs alone; what only has to be right runs together with its kind. The two take turns as crowds: all
-    who work together finish, then all who wait to be alone go one after another, what comes first in `order` first,
-    and only then is anyone let in again to work together. (Let in at once, who has just been alone would keep all
-    others waiting for its next piece of work: on a card twelve workers then timed for a seventh of the time.)
+    What is timed runs alone; what only has to be right runs together with its kind. The two take turns as crowds: once
+    someone waits to be alone nobody is let in any more to work together; those who are at it finish, then all who wait
+    to be alone go one after another, what comes first in `order` first. (Let in at once, who has just been alone or
+    was late would keep all others waiting for its next piece of work: on a card twelve workers then timed for a
+    seventh of the time.)
     """
 
     def __init__(self):
@@ -20,13 +21,10 @@ class Turns:
         self._waiting: list[Any] = []
 
     @contextlib.contextmanager
-    def together(self, patient: bool = False):
-        """Among others, but not beside one who is alone.
-
-        patient: whether those who wait to be alone go first, too: who comes again at once would keep them waiting.
-        """
+    def together(self):
+        """Among others, but not beside one who is alone, and behind all who wait to be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not (patient and self._waiting))
+            self._changed.wait_for(lambda: not self._alone and not self._waiting)
             self._together += 1
         try:
             yield

@@ -93,8 +93,8 @@ def test_all_who_wait_to_be_alone_go_before_anyone_works_together_again():
     assert sorted(went[:3]) == ["a", "b", "c"] and went[3:] == ["together"] * 3
 
 
-def test_who_is_patient_goes_behind_those_who_wait_to_be_alone():
-    """Who comes again and again would keep them waiting."""
+def test_nobody_is_let_in_while_one_waits_to_be_alone():
+    """Who comes late, or again and again, would keep all who wait waiting."""
     turns, went, inside = Turns(), [], threading.Event()
 
     def first():
@@ -103,24 +103,21 @@ def test_who_is_patient_goes_behind_those_who_wait_to_be_alone():
             until = time.monotonic() + 20
             while not turns._waiting and time.monotonic() < until:
                 time.sleep(0.001)
-            patient.start()
+            late.start()
             time.sleep(0.02)  # in which it would have gone in
 
-    def alone():
-        with turns.alone():
-            went.append("alone")
+    def take(kind):
+        with getattr(turns, kind)():
+            went.append(kind)
 
-    def background():
-        with turns.together(patient=True):
-            went.append("patient")
-
-    patient, threads = threading.Thread(target=background), [threading.Thread(target=x) for x in (first, alone)]
+    late = threading.Thread(target=take, args=("together",))
+    threads = [threading.Thread(target=first), threading.Thread(target=take, args=("alone",))]
     threads[0].start()
     assert inside.wait(20)
     threads[1].start()
-    for thread in (*threads, patient):
+    for thread in (*threads, late):
         thread.join(20)
-    assert went == ["alone", "patient"]
+    assert went == ["alone", "together"]
 
 
 def test_who_is_alone_lets_go_when_it_fails():
@@ -165,6 +162,9 @@ def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
     assert any(overlaps(a, b) for a, b in itertools.combinations(spans["check"], 2))
     assert any(overlaps(a, b) for a in spans["clock"] for b in spans["build"])
     assert len(spans["reference"]) == len(MASKS)
+    timed = records.select(rows, kind="attention")
+    assert all({"refuse", "build", "check", "clock", "waiting"} <= set(row["took"]) for row in timed)
+    assert sum(row["took"]["waiting"] for row in timed) > 0 and timed[0]["took"]["clock"] >= 0.004
 
 
 def test_a_problem_is_judged_once_and_ahead_of_its_rows(answers, tmp_path):
