@@ -21,8 +21,9 @@ from workload.suite import ALL_BUILDERS, mask_suite
 matplotlib.use("agg")  # no display is needed, or looked for
 
 INK = "#123456"  # stands for the page's text colour: replaced by currentColor in an inlined SVG
-PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#e07b39", "#5d3fd3",
-           "#00a087", "#8c564b", "#f7a8c4", "#7f9a1e", "#0b3c8c", "#c2410c", "#b58ad6")
+PALETTE = (  # of the kernels in the order of `options.ALL_KERNELS`, legible on white and on black
+    "#999999", "#b58ad6", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee6677", "#4477aa", "#6a5acd", "#00a087",
+    "#a0674b", "#f29fc0", "#7f9a1e", "#e07b39", "#d946ef", "#2dd4bf")
 DRAWN_TOKENS = 96
 DRAWN: dict[str, Any] = {  # parameters that show a pattern's shape on 96 tokens
     "documents": (34, 12, 26, 8, 16), "window": 12, "block": 8, "prefix_share": 0.3, "global_share": 0.08,
