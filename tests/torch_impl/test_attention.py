@@ -71,7 +71,8 @@ def test_ramps_of_logits(kernel):
         q, k = np.zeros((2, 3, 2, 16), np.float32), np.zeros((2, 200, 1, 16), np.float32)
         q[..., 0], k[..., 0] = 1, ramp[:, None]
         v = np.broadcast_to(ramp[:, None, None], k.shape).copy()
-        out, lse = attention(*(torch.tensor(x) for x in (q, k, v)), masks.full(3, 200), kernel=kernel, scale=0.25)
+        tensors = (torch.tensor(x, device="cuda" if torch.cuda.is_available() else "cpu") for x in (q, k, v))
+        out, lse = (x.cpu() for x in attention(*tensors, masks.full(3, 200), kernel=kernel, scale=0.25))
         np.testing.assert_allclose(out, np.full(q.shape, 199 - 1 / np.expm1(0.25)), 2e-5)
         np.testing.assert_allclose(lse, np.full((2, 2, 3), 49.75 - np.log(-np.expm1(-0.25))), 2e-5)
 

@@ -1,7 +1,6 @@
 """cudnn_flex: the flex_attention of nvidia-cudnn-frontend, whose masks are row intervals: all static masks."""
 
 import dataclasses
-import importlib
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,8 @@ import torch
 
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
-from torch_impl.kernels.fa3 import installed, on_hopper
 from torch_impl.kernels.fakes import compile_on_fakes
+from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import ALL_STATIC, HALF, Capability
 from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
@@ -44,18 +43,17 @@ def endpoints(mask: IntervalMask) -> np.ndarray:
 
 def prepare(problem: AttentionProblem, device=None) -> PlanOperands:
     """The plan on the device, backward included; the package reads shapes and strides off contiguous samples."""
-    package = importlib.import_module(PACKAGE)
     dtype = getattr(torch, problem.dtype)
     q, k, v = (torch.empty(s, dtype=dtype, device=device) for s in (problem.q_shape, *[problem.kv_shape] * 2))
     rows = np.tile(endpoints(problem.mask), problem.batch)
-    plan = package.create_mask_plan(torch.as_tensor(rows, device=device)[None], q, k, v, build_backward=True)
-    return PlanOperands(plan)
+    rows = torch.as_tensor(rows, device=device)[None]
+    return PlanOperands(package(NAME, PACKAGE).create_mask_plan(rows, q, k, v, build_backward=True))
 
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
-    execution = importlib.import_module(f"{PACKAGE}.execution")
+    execution = package(NAME, f"{PACKAGE}.execution")
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse, _ = execution._flex_attention_forward(
         q, k, v, mask_plan=operands.plan, softmax_scale=scale, return_lse=True)
@@ -69,7 +67,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     """
     del delta  # rowsum(out * dout) by contract: the package makes it from the two
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
-    execution = importlib.import_module(f"{PACKAGE}.execution")
+    execution = package(NAME, f"{PACKAGE}.execution")
     q, k, v, out, dout = (x.contiguous() for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
     grads = execution._flex_attention_backward(
         q, k, v, out, dout, lse.contiguous(), mask_plan=operands.plan, softmax_scale=scale)

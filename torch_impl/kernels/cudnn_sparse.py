@@ -5,13 +5,12 @@ transposes the lists at every call.
 """
 
 import dataclasses
-import importlib
 
 import torch
 
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
-from torch_impl.kernels.fa3 import installed, on_hopper
+from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import Capability
 from workload.problem import PASSES, AttentionProblem
 
@@ -81,7 +80,7 @@ def _arguments(operands: BlockOperands, batch: int, scale: float) -> dict:
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
-    found = importlib.import_module(PACKAGE).block_sparse_attention_forward(
+    found = package(NAME, PACKAGE).block_sparse_attention_forward(
         *(_blocks(x, operands.block) for x in (q, k, v)), **_arguments(operands, q.shape[0], scale))
     q_len = q.shape[1]
     return found["o_tensor"][:, :, :q_len].transpose(1, 2), found["lse_tensor"][:, :, :q_len]
@@ -96,7 +95,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
     blocks = [_blocks(x.to(q.dtype), operands.block) for x in (dout, q, k, v, out)]
     lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % operands.block)).contiguous()
-    found = importlib.import_module(PACKAGE).block_sparse_attention_backward(
+    found = package(NAME, PACKAGE).block_sparse_attention_backward(
         *blocks, lse, **_arguments(operands, q.shape[0], scale))
     lengths = zip(("dq_tensor", "dk_tensor", "dv_tensor"), (q.shape[1], k.shape[1], k.shape[1]), strict=True)
     return tuple(found[name][:, :, :n].transpose(1, 2) for name, n in lengths)

@@ -4,11 +4,6 @@ The CuTe package's Hopper path is FlashAttention-3's algorithm. Both packages ar
 where lse is an argument, so the out and lse of a larger problem serve as well. Shah et al., FlashAttention-3, 2024.
 """
 
-import functools
-import importlib
-import importlib.util
-import pathlib
-
 import torch
 
 from torch_impl.kernels.base import Kernel
@@ -21,38 +16,13 @@ from torch_impl.kernels.fa2 import (
     unfold_lse,
 )
 from torch_impl.kernels.fakes import compile_on_fakes
+from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import HALF, REGULAR, Capability
 from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
 
 NAME = "fa3"
 CUTE, INTERFACE = "flash_attn.cute", "flash_attn_interface"
-
-
-@functools.cache
-def installed(module: str) -> str | None:
-    """None where a top-level module, or TOP.SUB, is on the path, else the reason. Imports nothing."""
-    top, _, sub = module.partition(".")
-    spec = importlib.util.find_spec(top)
-    places = (spec.submodule_search_locations or ()) if spec else ()
-    found = spec and (not sub or any((pathlib.Path(place) / sub).exists() for place in places))
-    return None if found else f"{module} is not installed"
-
-
-def on_hopper() -> str | None:
-    """None on a GPU of compute capability 9, else the reason."""
-    if not torch.cuda.is_available():
-        return "needs a CUDA GPU"
-    return None if torch.cuda.get_device_capability()[0] == 9 else "needs compute capability 9.0"
-
-
-@functools.cache
-def package(module: str):
-    """The module, imported once. Raises `Unsupported` with the loader's words where it is broken."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise Unsupported(f"torch kernel {NAME}", f"{module} does not load: {error}") from error
 
 
 def available() -> str | None:
@@ -98,9 +68,9 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     q, k, v = (fold(x, operands).contiguous() for x in (q, k, v))
     if installed(CUTE) is None:
         options = _cute_options(operands, scale)
-        out, lse, *_ = package(f"{CUTE}.interface")._flash_attn_fwd(q, k, v, return_lse=True, **options)
+        out, lse, *_ = package(NAME, f"{CUTE}.interface")._flash_attn_fwd(q, k, v, return_lse=True, **options)
     else:
-        out, lse, *_ = package(INTERFACE)._flash_attn_forward(
+        out, lse, *_ = package(NAME, INTERFACE)._flash_attn_forward(
             q, k, v, cu_seqlens_q=operands.cu_q, cu_seqlens_k=operands.cu_kv, max_seqlen_q=operands.max_q,
             max_seqlen_k=operands.max_kv, softmax_scale=scale, causal=operands.causal, **_interface_window(operands))
     return out.reshape(shape), unfold_lse(lse, batch, operands)
@@ -120,10 +90,10 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     lse = fold_lse(lse, operands)
     if installed(CUTE) is None:
         options = _cute_options(operands, scale)
-        grads = package(f"{CUTE}.interface")._flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
+        grads = package(NAME, f"{CUTE}.interface")._flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
     else:
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        package(INTERFACE)._flash_attn_backward(
+        package(NAME, INTERFACE)._flash_attn_backward(
             dout, q, k, v, out, lse, operands.cu_q, operands.cu_kv, None, None, operands.max_q, operands.max_kv, *grads,
             scale, operands.causal, **_interface_window(operands))
     return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))

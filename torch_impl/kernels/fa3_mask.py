@@ -12,8 +12,9 @@ import torch
 from torch_impl.kernels import flex
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
-from torch_impl.kernels.fa3 import CUTE, installed, on_hopper, package
+from torch_impl.kernels.fa3 import CUTE
 from torch_impl.kernels.fakes import compile_on_fakes
+from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import ALL_STATIC, HALF, Capability
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
@@ -80,7 +81,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse, *_ = package(f"{CUTE}.interface")._flash_attn_fwd(
+    out, lse, *_ = package(NAME, f"{CUTE}.interface")._flash_attn_fwd(
         q, k, v, return_lse=True, **_options(operands, operands.key_blocks, scale))
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
@@ -94,7 +95,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
     q, k, v, out, dout = (x.contiguous() for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return package(f"{CUTE}.interface")._flash_attn_bwd(
+    return package(NAME, f"{CUTE}.interface")._flash_attn_bwd(
         q, k, v, out, dout, lse, **_options(operands, operands.query_blocks, scale))[:3]
 
 

@@ -5,14 +5,12 @@ for each key of each listed block.
 """
 
 import dataclasses
-import functools
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.packages import installed, package
 from workload.capability import DYNAMIC_MASKS, HALF, Capability
 from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
@@ -26,14 +24,7 @@ def available() -> str | None:
     """Why it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "needs a GPU of compute capability 9.0"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the flashinfer-python package is not installed"
-    return None
-
-
-@functools.cache
-def _package():
-    return importlib.import_module("flashinfer")
+    return "the flashinfer-python package is not installed" if installed(NAME) else None
 
 
 class WrapperCapability(Capability):
@@ -77,7 +68,7 @@ def prepare(problem: AttentionProblem, device=None) -> WrapperOperands:
                   mask.kv_bounds[:, 1:] - mask.kv_bounds[:, :-1])
     )
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    wrapper = _package().VariableBlockSparseAttentionWrapper(workspace, backend="fa3")
+    wrapper = package(NAME, NAME).VariableBlockSparseAttentionWrapper(workspace, backend="fa3")
     wrapper.plan(bitmap, rows, columns, problem.q_heads, problem.kv_heads, problem.head_dim, sm_scale=problem.scale,
                  q_data_type=getattr(torch, problem.dtype))
     return WrapperOperands(wrapper, problem.scale)

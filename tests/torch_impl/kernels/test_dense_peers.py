@@ -1,6 +1,9 @@
 """Borders of the third-party dense kernels: what they are handed, what they refuse, where they run."""
 
+import functools
 import importlib.util
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import conformance
 from torch_impl import kernels
-from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, walks
+from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, packages, walks
 from torch_impl.kernels.fakes import compile_on_fakes
 from workload import masks
 from workload.block_masks import uniform_block
@@ -45,13 +48,38 @@ def test_availability_is_a_reason_and_imports_no_package(name):
     reason = kernels.get(name).available()
     assert reason is None or (isinstance(reason, str) and reason)
     for package in ("flash_attn.cute", "cudnn.flex_attention"):
-        assert fa3.installed(package) is None or importlib.util.find_spec(package.split(".")[0]) is None
+        assert packages.installed(package) is None or importlib.util.find_spec(package.split(".")[0]) is None
 
 
 def test_a_missing_package_is_named():
-    assert fa3.installed("surely_no_such_package.part") == "surely_no_such_package.part is not installed"
-    assert fa3.installed("torch.no_such_part") == "torch.no_such_part is not installed"
-    assert fa3.installed("torch.nn") is None
+    assert packages.installed("surely_no_such_package.part") == "surely_no_such_package.part is not installed"
+    assert packages.installed("torch.no_such_part") == "torch.no_such_part is not installed"
+    assert packages.installed("torch.nn") is None
+
+
+@pytest.mark.parametrize("name", ["cudnn_flex", "fa3", "fa3_mask"])
+def test_a_broken_package_is_a_refusal_that_names_both(name, tmp_path, monkeypatch):
+    """On a card a library of the packages was missing: rows were errors, and each took a second to find out."""
+    for module in ("cudnn/flex_attention/execution", "flash_attn/cute/interface"):
+        folder = tmp_path / module.rpartition("/")[0]
+        folder.mkdir(parents=True)
+        for part in (folder, folder.parent):
+            (part / "__init__.py").touch()
+        (tmp_path / f"{module}.py").write_text("raise ImportError('libpart.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "_loaded", functools.cache(packages._loaded.__wrapped__))
+    monkeypatch.setattr(packages, "installed", functools.cache(packages.installed.__wrapped__))
+    monkeypatch.setattr(fa3, "installed", packages.installed)
+    for held in [x for x in sys.modules if x.split(".")[0] in ("cudnn", "flash_attn")]:
+        monkeypatch.delitem(sys.modules, held)
+    kernel, q = kernels.get(name), torch.zeros(1, 4, 1, 64, dtype=torch.float16)
+    operands = types.SimpleNamespace(plan=None, bounds=(q, q), key_blocks=None, query_blocks=None, causal=False,
+                                     window=(None, None), cu_q=None, cu_kv=None, max_q=4, max_kv=4)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=f"{name}: .* does not load: libpart.so: cannot open"):
+            kernel.forward(q, q, q, operands, 1.0)
+    for held in [x for x in sys.modules if x.split(".")[0] in ("cudnn", "flash_attn")]:
+        monkeypatch.delitem(sys.modules, held)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

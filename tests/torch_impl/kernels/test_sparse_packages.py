@@ -128,7 +128,7 @@ def test_cudnn_sparse_hands_over_the_mask(monkeypatch):
     q, k, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in inputs(problem))
     exact = [x.double().numpy() for x in (q, k, v, dout)]
     want = attention_oracle(*exact[:3], problem.mask, problem.scale, exact[3])
-    monkeypatch.setattr(cudnn_sparse.importlib, "import_module", lambda name: DenseBlockSparse)
+    monkeypatch.setattr(cudnn_sparse, "package", lambda kernel, module: DenseBlockSparse)
     operands = cudnn_sparse.prepare(problem)
     out, lse = cudnn_sparse.forward(q, k, v, operands, problem.scale)
     grads = cudnn_sparse.backward(q, k, v, out, lse, dout, operands, problem.scale)
