@@ -91,6 +91,7 @@ def _change(key, old, new, threshold) -> Change:
 
 
 def main(argv):
+    """Prints what changed from one record file to another; 1 where anything got worse, 2 for bad arguments."""
     if len(argv) != 3:
         print("compare: give two record files, the old and the new", file=sys.stderr)
         return 2

@@ -250,6 +250,7 @@ def _launcher(stack: str):
 
 
 def main(argv):
+    """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     values = flags.FLAGS

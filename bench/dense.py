@@ -17,6 +17,7 @@ from bench import engine, options
 
 
 def main(argv):
+    """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:

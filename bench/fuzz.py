@@ -64,6 +64,7 @@ def define() -> None:
 
 
 def main(argv):
+    """Draws and runs problems until the time or the count is up; 1 where one failed, 2 for bad flags."""
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")

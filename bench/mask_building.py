@@ -50,6 +50,7 @@ def rows(seq_len: int, repeats: int, tile: int):
 
 
 def main(argv):
+    """Prints time and memory of each mask; 1 where one exceeds the limits."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     seq_len = options.tokens(SEQLEN.value)

@@ -108,6 +108,7 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
 
 
 def main(argv):
+    """Runs the cells that the flags name; 1 where one failed, 2 for bad flags."""
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")

@@ -135,6 +135,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def main(argv):
+    """Runs the contenders that the flags name in turns; 1 where a row is not ok, 2 for bad flags."""
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")

@@ -69,6 +69,7 @@ def define() -> None:
 
 
 def main(argv):
+    """Runs every part in turn and writes the report; 1 where a row failed."""
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")

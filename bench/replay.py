@@ -406,6 +406,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv):
+    """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     values = flags.FLAGS

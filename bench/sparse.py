@@ -152,6 +152,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 
 
 def main(argv):
+    """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:

@@ -119,6 +119,7 @@ def replaced(launches, part: str, launch):
 
 
 def main(argv):
+    """Times the candidates and prints the best; 2 for bad flags or without a GPU."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:

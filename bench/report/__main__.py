@@ -18,6 +18,7 @@ FOLDER = options.define_folder("", "Where the report goes; the first file's fold
 
 
 def main(argv):
+    """Writes the report of record files; 2 where one cannot be read."""
     paths = [Path(x) for x in argv[1:]]
     missing = [str(p) for p in paths if not p.is_file()]
     if not paths or missing:
