@@ -156,11 +156,6 @@ class Progress:
         text = json.dumps({"count": self._count, "step": step[:700], "peers": list(peers)[:16]}).encode()
         self._record[: len(text) + 1] = text + b"\0"
 
-    @property
-    def current(self) -> str:
-        """What `at` recorded last, in words."""
-        return _words(self._record[:])
-
 
 def _progress_path(error_file: str) -> Path:
     return Path(error_file).with_suffix(".progress")
