@@ -235,6 +235,36 @@ def check_recompilation():
             yield {"case": f"{scheme}-{lengths}", "traces": len(traces) - before, "error": error}
 
 
+def check_toys():
+    """D4, D6, E15, H10, I5: a tail that no document owns, rising and falling logits, a border document, a window.
+
+    One program a scheme serves them all, since masks are data.
+    """
+    n, ramp = 16, np.arange(16.0)
+    documents = masks.full_document(n, n, [1, 13, 1, 1])  # one over three ranks, neighbours of one token
+    tail = masks.from_intervals([np.where(ramp < 13, 0, n)], [np.minimum(ramp + 1, 13).astype(int)], n)
+    toys = {"documents": (documents, 0 * ramp), "window": (masks.causal_sliding_window(n, n, 1), 0 * ramp),
+            "rising": (masks.full(n, n), ramp), "falling": (masks.full(n, n), ramp[::-1]), "tail": (tail, ramp)}
+    step = jax.jit(both_passes)
+    for scheme, grid in (("ulysses", {}), ("ring", {}), ("all_gather", {}), ("usp", {"ulysses": 2}),
+                         ("loongtrain", {"ulysses": 1, "window": 2})):
+        mesh = cp.make_mesh(make_topology(scheme, 4, **grid))
+        for name, (mask, logits) in toys.items():
+            problem = AttentionProblem(mask, 1, 4, 4, 1, "float32", 1.0)
+            v, dout = (inputs(problem)[i] for i in (2, 3))
+            q, k = np.ones_like(v), np.broadcast_to(logits[:, None, None], v.shape).astype(np.float32)
+            options = {"window": grid["window"]} if "window" in grid else {}
+            plan = cp.make_plan(problem, scheme=scheme, mesh=mesh, sharding="zigzag", skip=False, with_lse=True,
+                                **options)
+            got = collect(plan, step(*(cp.shard(x, plan, s) for x, s in zip((q, k, v, dout), SIDES)), plan))
+            want = attention_oracle(q, k, v, mask, problem.scale, dout)
+            wrong = [f"{r}: {error:.2g}" for r in RESULTS
+                     if not (error := relative_error(got[r], getattr(want, r))) <= 1e-5]
+            if name == "tail" and any(got[r][:, 13:].any() for r in RESULTS if r != "lse"):
+                wrong.append("the tail's results are not 0")
+            yield {"case": f"{scheme}-{name}", "wrong": wrong}
+
+
 def check_memory():
     """Key buffers of a ring do not grow with the ring: temporary bytes at equal local size, on 8 and 16 ranks."""
     for scheme, grid in (("ring", ()), ("loongtrain", (("ulysses", 1), ("window", 4))), ("all_gather", ())):
