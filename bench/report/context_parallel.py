@@ -100,8 +100,8 @@ def pivots(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[Row | No
     return out
 
 
-HEAD = ("mask", "world", "scheme", "stack", "sharding", "tokens", "E forward", "E backward", "ms forward",
-        "ms backward", "balance by step", "balance in total", "wire MB forward", "redundancy", "from")
+HEAD = ("mask", "world", "scheme", "stack", "sharding", "tokens", "E forward", "E backward", "E of local work",
+        "ms forward", "ms backward", "balance by step", "balance in total", "wire MB forward", "redundancy", "from")
 
 
 def table_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -115,16 +115,22 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
         line = [spec["mask"], str(case["world"]), case["scheme"], case["stack"], case["sharding"],
                 f"{spec['seq_len']:,}"]
         if row["status"] != "ok":
-            body.append([*line, row["status"], *[""] * 7, row["kind"]])
+            body.append([*line, row["status"], *[""] * 8, row["kind"]])
             continue
         times = [seconds(row, w) for w in ("forward", "backward")]
         body.append([
-            *line, *(text(efficiency(row, w), ".3f") for w in ("forward", "backward")),
+            *line, *(text(efficiency(row, w), ".3f") for w in ("forward", "backward")), _of_local_work(row),
             *(text(t and t * 1e3, ".3f") for t in times), f"{told['step_balance']:.3f}", f"{told['total_balance']:.3f}",
             number(told["wire_bytes"]["forward"] / 1e6), number(told["redundancy"]),
             KINDS[row["kind"]],
         ])
     return body
+
+
+def _of_local_work(row: Row) -> str:
+    """E forward / backward of a replay as if links cost nothing."""
+    alone = row.get("efficiency", {}).get("compute") if timeline.replayed(row) else None
+    return f"{alone['forward']:.3f} / {alone['backward']:.3f}" if alone else ""
 
 
 def _order(row):
