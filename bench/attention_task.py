@@ -268,7 +268,7 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
         estimate = time.perf_counter() - began
     if estimate > LONG and stack.on_gpu:
         limits = dataclasses.replace(limits, samples=min(2, limits.samples), least=1, warmups=0)
-    sample = stack.sampler(ready.call, True, estimate)
+    sample = stack.sampler(ready.call, True)
     told = stack.watch_memory()
     cold = measure(sample, limits)
     if brief:
@@ -278,14 +278,14 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
         "flags": [f"the device may have waited for the host in {waited} samples"] if waited else [],
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
         "peak_bytes": told(ready.compiled, ready.arguments[0]), "peak_method": stack.memory_method,
-        "warm_seconds": _warm(stack, ready, cold, limits).record() if stack.on_gpu and cold.median < LONG else None,
+        "warm_seconds": _warm(stack, ready, limits).record() if stack.on_gpu and cold.median < LONG else None,
         "input_sets": len(ready.arguments),
     }
 
 
-def _warm(stack, ready, cold: Timing, limits: Protocol) -> Timing:
+def _warm(stack, ready, limits: Protocol) -> Timing:
     """The warm pass comes behind the cold one: no more warm-up is needed, and few samples tell."""
-    sample = stack.sampler(lambda n: ready.call(0), False, cold.median)
+    sample = stack.sampler(lambda n: ready.call(0), False)
     return measure(sample, dataclasses.replace(limits, samples=min(3, limits.samples), least=1, warmups=0))
 
 
@@ -307,9 +307,9 @@ def reference(spec: dict[str, Any], path: str, whole_cells: int | None = None) -
 def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
     """The matrix peak (FLOP/s) and the copy bandwidth (bytes/s) that a stack reaches on this machine.
 
-    On a GPU both come from the median, since a difference may err to either side. On a CPU they come from the fastest
-    sample, since whatever else runs there only takes time away, and the peak is the better of the dtype's and
-    float32's: half types may be emulated.
+    On a GPU both come from the median, as a row's rate does. On a CPU they come from the fastest sample, since whatever
+    else runs there only takes time away, and the peak is the better of the dtype's and float32's: half types may be
+    emulated.
     """
     chosen, limits = stack_of(stack), Protocol(**protocol)
 
@@ -320,10 +320,10 @@ def ceiling(stack: str, dtype: str, protocol: dict[str, Any]) -> dict[str, Any]:
     peak, kinds = 0.0, {dtype} if chosen.on_gpu else {dtype, "float32"}
     for kind in sorted(kinds):
         call, flops = chosen.matmul(size, kind)
-        timing = measure(chosen.sampler(call, False, 2e-3), limits)
+        timing = measure(chosen.sampler(call, False), limits)
         peak = max(peak, flops / taken(timing))
     call, moved = chosen.copy(copied)
-    timing = measure(chosen.sampler(call, False, 1e-3), limits)
+    timing = measure(chosen.sampler(call, False), limits)
     return {
         "peak_flops": peak, "matmul": f"{size}^3", "bandwidth": moved / taken(timing), "copy_bytes": moved,
         "timer": chosen.timer,

@@ -112,14 +112,14 @@ class Job(base.Job):
     def __init__(self, request: base.Request):
         super().__init__(request)
         self.stack = Stack()
-        self.timer = "CUDA events around each call, the host ahead" if self.stack.has_events else \
+        self.timer = "CUDA events around each call, the host ahead" if self.stack.on_gpu else \
             "wall time of batches of calls, all devices"
         self.rank, self.world, self.progress = jax.process_index(), jax.device_count(), launch.Progress()
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         self._plans: dict[tuple[str, int], Any] = {}
         self._operands_alone: dict[tuple[str, str], Any] = {}
         self._programs: dict[Hashable, Future] = {}
-        self._meeting = self._threads.submit(self._build_meeting) if self.stack.has_events else None
+        self._meeting = self._threads.submit(self._build_meeting) if self.stack.on_gpu else None
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in launch.exchange(json.dumps(value), LONGEST_WAIT)]
@@ -189,7 +189,7 @@ class Job(base.Job):
     # ---- times -----------------------------------------------------------------------------------
 
     def sampler(self, call):
-        if self.stack.has_events:
+        if self.stack.on_gpu:
             return self._events_sampler(call)
         total = functools.partial(self.seconds, call)
         total(1)

@@ -162,12 +162,3 @@ class DeviceEvents:
         status = getattr(self._driver, function)(*arguments)
         if status:
             raise RuntimeError(f"{function}: CUDA error {status}")
-
-
-@functools.cache
-def device_events() -> DeviceEvents:
-    """The process' own; raises where it cannot record events, having tried."""
-    events = DeviceEvents()
-    events.mark(BEGIN)
-    events.seconds(events.mark(END))
-    return events

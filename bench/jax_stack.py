@@ -13,16 +13,14 @@ import jaxlib
 import ml_dtypes
 import numpy as np
 
-from bench.device_events import BEGIN, END, DeviceEvents, device_events
+from bench.device_events import BEGIN, END, DeviceEvents
 from bench.passes import passes_of
-from bench.timing import EventSampler, difference_sampler, flushes_alone, wall_sampler
+from bench.timing import EventSampler, wall_sampler
 from jax_impl import kernels
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
-BATCH_SECONDS = 6e-3  # the runs of a batch of the difference timer last about this long
-BATCHES = (1, 8)
 TUNED = ("naive", "sdpa")  # kernels of which XLA runs variants on the device while it compiles
 
 
@@ -35,23 +33,13 @@ class Stack:
         self._compiled: dict[Hashable, tuple[Callable, float]] = {}
         self.device = jax.default_backend()
         self.on_gpu = self.device == "gpu"
+        self.timer = "CUDA events around each call" if self.on_gpu else "wall time"
         self.memory_method = "XLA's memory analysis: operands, results and temporaries"
 
-    @property
-    def timer(self) -> str:
-        """How a row's seconds are taken."""
-        if not self.on_gpu:
-            return "wall time"
-        return "CUDA events around each call" if self._events[0] else (
-            f"difference of batches with and without the call, for want of events: {self._events[1]}")
-
     @functools.cached_property
-    def _events(self) -> tuple[DeviceEvents | None, str]:
-        """The process' events, or why there are none."""
-        try:
-            return device_events(), ""
-        except Exception as fault:  # no CUDA driver, or a runtime that takes no handler of ours: told in every row
-            return None, f"{type(fault).__name__}: {fault}"
+    def _events(self) -> DeviceEvents:
+        """The process' own: made when first asked, since that runs a program on the device."""
+        return DeviceEvents()
 
     def environment(self) -> dict[str, Any]:
         """Versions, device and compiler flags of this stack."""
@@ -158,33 +146,24 @@ class Stack:
             raise MemoryError(f"the program needs {need / 2**30:.1f} GiB, a process may take "
                               f"{limits['bytes_limit'] / 2**30:.1f} GiB of the device")
 
-    def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
+    def sampler(self, call: Callable[[int], Any], cold: bool) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed.
 
         The flush is the host's head start, see `bench.timing.EventSampler`; for a warm cache the call runs once more
-        between the two. Where events are not to be had, by differences (`bench.timing.difference_sampler`).
+        between the two.
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
-        if not self.has_events:
-            batch = min(max(BATCHES[0], math.ceil(BATCH_SECONDS / max(estimate, 1e-6))), BATCHES[1])
-            return difference_sampler(call, self.finish, self._flush(), self._alone(batch), batch, cold)
 
         def take(n, ahead):
             return self.between_events(lambda: call(n), ahead, (lambda: None) if cold else lambda: call(n))
         return EventSampler(take)
 
-    @property
-    def has_events(self) -> bool:
-        """Whether `between_events` can be called."""
-        return self.on_gpu and self._events[0] is not None
-
     def between_events(self, call: Callable[[], Any], ahead: int, before: Callable[[], Any]) -> tuple[float, bool]:
         """Seconds of a call between two events, behind `ahead` flushes and `before`; whether the device may have waited
         for the host meanwhile.
         """
-        events, flush = self._events[0], self._flush()
-        assert events is not None
+        events, flush = self._events, self._flush()
         for _ in range(ahead):
             flush()
         before()
@@ -193,10 +172,6 @@ class Stack:
         seconds = events.seconds(events.mark(END))
         del result
         return seconds, events.behind()
-
-    @functools.cache  # noqa: B019 - one stack lives as long as its process
-    def _alone(self, batch: int) -> float:
-        return flushes_alone(self.finish, self._flush(), batch)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush(self) -> Callable[[], Any]:
@@ -229,8 +204,8 @@ class Stack:
             self._require_memory(compiled)
 
     def disturbs(self, kernel) -> bool:
-        """Whether `build` may not run beside a timing: it uses the device, or the timer needs a quiet host."""
-        return self.on_gpu and (kernel.name in TUNED or self._events[0] is None)
+        """Whether `build` may not run beside a timing, since it uses the device."""
+        return self.on_gpu and kernel.name in TUNED
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""

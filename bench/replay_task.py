@@ -448,4 +448,4 @@ def seconds_of(stack, call, protocol: Protocol) -> float:
     once = wall(call, stack.finish)
     long = once > LONG_SECONDS
     protocol = dataclasses.replace(protocol, warmups=0, **({"samples": 2, "least": 2} if long else {}))
-    return measure(stack.sampler(lambda _: call(), long, once), protocol).median
+    return measure(stack.sampler(lambda _: call(), long), protocol).median

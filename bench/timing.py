@@ -7,14 +7,12 @@ once, so both stacks are measured alike.
 """
 
 import dataclasses
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable
 
 CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
-BASELINES = 5
 MOST_AHEAD = 16
 FEELS_THE_HOST = 0.1  # seconds; a longer run does not, for a launch is late by a millisecond or two at most
 USUAL_RATIO = (1.5, 5.0)  # of a backward pass' time to its forward's: 2.5 times the FLOPs
@@ -155,44 +153,6 @@ class EventSampler:
             seconds, waited = self._take(n, self._ahead)
         self.waited += waited and seconds < FEELS_THE_HOST
         return seconds
-
-
-def flushes_alone(finish: Callable[[object], object], flush: Callable[[], object], batch: int) -> float:
-    """Seconds of `batch` flushes of the cache with nothing between them: the baseline of `difference_sampler`."""
-    finish(flush())  # compiled and warm
-    return statistics.median(_enqueued(finish, [flush] * batch) for _ in range(BASELINES))
-
-
-def difference_sampler(
-    call: Callable[[int], object],
-    finish: Callable[[object], object],
-    flush: Callable[[], object],
-    alone: float,
-    batch: int,
-    cold: bool,
-) -> Callable[[int], float]:
-    """sample(n) of device time for a stack that hands out no device events.
-
-    `batch` runs and `batch` flushes of the cache are enqueued without waiting: each run behind a flush (cold), or all
-    runs behind all flushes (warm). As many flushes alone (`flushes_alone`) are the baseline. The difference over
-    `batch` is the device time of a run: launch latency, flushes and the final wait cancel. A flush has to last longer
-    than the host takes to enqueue a run and a flush, else the host is what is timed.
-    """
-    def sample(n):
-        calls = [functools.partial(call, n + k) for k in range(batch)]
-        works = [w for c in calls for w in (flush, c)] if cold else [*[flush] * batch, *calls]
-        return (_enqueued(finish, works) - alone) / batch
-    return sample
-
-
-def _enqueued(finish, works) -> float:
-    """Seconds from the first call until the last one's result is there."""
-    def enqueue():
-        result = None
-        for work in works:
-            result = work()
-        return result
-    return wall(enqueue, finish)
 
 
 def above_ceiling(rate: float, peak: float) -> str | None:

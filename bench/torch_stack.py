@@ -140,7 +140,7 @@ class Stack:
 
         return run, 0.0
 
-    def sampler(self, call: Callable[[int], Any], cold: bool, estimate: float) -> Callable[[int], float]:
+    def sampler(self, call: Callable[[int], Any], cold: bool) -> Callable[[int], float]:
         """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush (cold) that is not timed.
 
         The device first spins: the host's head start, see `bench.timing.EventSampler`.

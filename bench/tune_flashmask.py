@@ -105,7 +105,7 @@ def sweep(mask: str, parts: Sequence[str], candidates: Sequence[tuple]):
                 if not apart <= TOLERANCE:
                     yield row | {"status": "mismatch", "reason": f"differs from the default by {apart:.3g}"}
                     continue
-                seconds = measure(stack.sampler(lambda n, call=call: call(), True, 0.0), Protocol(samples=7)).median
+                seconds = measure(stack.sampler(lambda n, call=call: call(), True), Protocol(samples=7)).median
             except (TritonError, RuntimeError, ValueError) as error:  # a launch that cannot be is a row, not the end
                 yield row | {"status": "error", "reason": f"{type(error).__name__}: {str(error)[:200]}"}
                 continue

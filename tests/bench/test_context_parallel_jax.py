@@ -19,7 +19,7 @@ def job(needs, others=False):
         taken.append(ahead)
         return 1.0 / ahead, ahead < needs
 
-    made.stack = types.SimpleNamespace(has_events=True, between_events=between_events)
+    made.stack = types.SimpleNamespace(on_gpu=True, between_events=between_events)
     made.gather = lambda value: [value, others]
     made.together = lambda: taken.append("meet")
     return made, taken

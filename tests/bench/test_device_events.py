@@ -103,11 +103,10 @@ def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
             return len(went) < 5
 
     monkeypatch.setattr(stack, "on_gpu", True)
-    monkeypatch.setitem(stack.__dict__, "_events", (Events(), ""))
+    monkeypatch.setitem(stack.__dict__, "_events", Events())
     monkeypatch.setattr(type(stack), "_flush", lambda self: lambda: went.append("flush"))
-    assert stack.timer == "CUDA events around each call"
-    assert stack.sampler(lambda n: went.append("call"), True, 1.0)(0) == 2e-3
+    assert stack.sampler(lambda n: went.append("call"), True)(0) == 2e-3
     assert went == ["flush", BEGIN, "call", END, "flush", "flush", BEGIN, "call", END]  # the first came too late
     went[:] = [None] * 5
-    stack.sampler(lambda n: went.append("call"), False, 1.0)(0)
+    stack.sampler(lambda n: went.append("call"), False)(0)
     assert went[5:] == ["flush", "call", BEGIN, "call", END]
