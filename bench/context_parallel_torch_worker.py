@@ -5,6 +5,7 @@
 What a rank does is told in bench/context_parallel_worker.py, how PyTorch does it stands here.
 """
 
+import functools
 import json
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from bench.torch_stack import Stack
 from torch_impl import context_parallel, kernels, launch
 from torch_impl.context_parallel.attention import backward, forward
 from torch_impl.context_parallel.local import row_sums
-from torch_impl.context_parallel.merge import merge
 from torch_impl.context_parallel.plan import default_kernel
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule
@@ -89,25 +89,21 @@ class Ready(base.Ready):
     def steps(self, which: str, protocol: Protocol) -> list[float]:
         local, problem = self.plan.local, self.schedule.local_problem(0, self.plan.local.mesh.rank)
         q, k, v, dout = draw(problem, problem.q_len, problem.kv_len, self.job.device, 1)
-        kind = torch.float32 if len(self.plan.data.masks) > 1 else q.dtype
-        total, seconds = None, []
+        running, scale, made, seconds = local.running, local.signature.scale, None, []
         for operands in self.plan.data.masks:
             if operands is None:
                 seconds.append(0.0)
                 continue
-            out, lse = local.forward(q, k, v, operands, out_dtype=kind)
-            joins = total is not None
-            if which == "forward":
-                total = total or (out, lse)
-                def step(operands=operands, joins=joins, total=total):
-                    part = local.forward(q, k, v, operands, out_dtype=kind)
-                    return merge(total, part, in_place=True) if joins else part
+            if which == "forward" and len(self.plan.data.masks) == 1:
+                step = functools.partial(local.forward, q, k, v, operands, out_dtype=q.dtype)
+            elif which == "forward":
+                step = functools.partial(running.forward, made, q, k, v, operands, scale)
             else:
-                total = torch.zeros_like(q, dtype=torch.float32) if total is None else total
-                saved, delta = (q, k, v, out.to(q.dtype), lse), row_sums(out, dout)
-                def step(operands=operands, joins=joins, total=total, saved=saved, delta=delta):
-                    parts = local.backward(saved, dout, delta, operands)
-                    return total.add_(parts[0]) if joins else parts
+                out, lse = running.result(running.forward(None, q, k, v, operands, scale), q)
+                out = out.to(q.dtype)
+                step = functools.partial(running.backward, made and made[0], q, k, v, out, lse, dout, operands, scale,
+                                         delta=row_sums(out, dout))
+            made = step()
             seconds.append(measure(lambda n, step=step: self.job.seconds(step), protocol).median)
         return seconds
 
