@@ -32,7 +32,7 @@ from bench import context_parallel_cases as cp
 from bench import engine, environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.link_model import Links, predict
-from bench.replay_task import works_of
+from bench.replay_task import FIRST, works_of
 from bench.timing import Protocol
 from bench.turns import Turns
 from bench.workers import Failure, Worker
@@ -372,7 +372,7 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
             cells *= problem.batch * problem.q_heads
         runs.append({
             "step": work.step, "rank": work.rank, "cells": int(schedule.cells[work.step, work.rank]),
-            "forward": 4 * cells * problem.head_dim / rate + add * work.later,
+            "forward": 4 * cells * problem.head_dim / rate + add * (work.place != FIRST),
             "backward": 10 * cells * problem.head_dim / rate,
         })
     once = [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 16)]

@@ -28,6 +28,7 @@ from workload.schedule import Schedule
 LONG_SECONDS = 0.02
 WARM_TOKENS = 512  # of the problem that a stack's compilers are called with before anything is timed
 NEARLY = 0.9  # ranks with this share of the busiest rank's cells may be the slowest
+FIRST, LATER, LAST = "first", "later", "last"
 SPOTS = 2  # distinct local problems of a group of which some rows and keys are checked
 
 
@@ -134,18 +135,17 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """One local problem that is run: which step and rank of which case, and a name that equal problems share."""
+    """One local problem that is run: which step and rank of which case, and a name that equal problems share.
+
+    place: FIRST, LATER (it adds to what an earlier step made) or LAST (and makes the result).
+    """
 
     case: int
     step: int
     rank: int
     problem: AttentionProblem
     name: str
-
-    @property
-    def later(self) -> bool:
-        """Whether it adds to what an earlier step made."""
-        return self.step > 0
+    place: str
 
 
 def chosen_ranks(cells: np.ndarray, count: int) -> list[int]:
@@ -168,7 +168,8 @@ def works_of(number: int, schedule: Schedule, count: int) -> list[Work]:
         for rank in chosen_ranks(schedule.cells[t], count):
             if schedule.cells[t, rank]:
                 problem = schedule.local_problem(t, rank)
-                found.append(Work(number, t, rank, problem, mask_key(problem.mask)))
+                place = FIRST if t == 0 else LAST if t == len(schedule.signature.steps) - 1 else LATER
+                found.append(Work(number, t, rank, problem, mask_key(problem.mask), place))
     return found
 
 
@@ -197,7 +198,7 @@ class _Group:
     """Cases of equal local shapes, built in a worker: what there is to run, and the programs that run it.
 
     operands: of each distinct problem; the last, where the cases walk, sees nothing (NOTHING).
-    seconds: of both passes, by problem and whether it adds to earlier steps, once timed; once: see `times`.
+    seconds: of both passes, by problem and place, once timed; once: see `times`.
     spots: problems and results of which some rows and keys are checked.
     """
 
@@ -206,7 +207,7 @@ class _Group:
     problems: dict[str, AttentionProblem]
     operands: dict[str, Any]
     programs: "_Programs | _Walked"
-    seconds: dict[tuple[str, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
+    seconds: dict[tuple[str, str], tuple[float, float]] = dataclasses.field(default_factory=dict)
     once: list[float] = dataclasses.field(default_factory=list)
     spots: list[tuple[AttentionProblem, Any]] = dataclasses.field(default_factory=list)
 
@@ -264,16 +265,16 @@ def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any
     Nothing of it runs on the device any more when it returns; checked: `spots` will be asked for.
 
     Returns: its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to what the
-    steps before made; and by pass what a rank of a walk does `once`: out in its dtype and the row sums of out * dout,
-    and dq from the sum that its kernel keeps.
+    steps before made, and the last makes out in its dtype; and by pass what a rank of a walk does `once`: the row sums
+    of out * dout, and dq from the sum that its kernel keeps.
     """
     group, limits = _ready[0], Protocol(**protocol)
     programs, works, seconds = group.programs, [w for w in group.works if w.case == number], group.seconds
     if not programs.inputs:
         programs.draw()
     for w in works:
-        if (w.name, w.later) not in seconds:
-            seconds[w.name, w.later] = programs.seconds(group.operands[w.name], w.later, limits)
+        if (w.name, w.place) not in seconds:
+            seconds[w.name, w.place] = programs.seconds(group.operands[w.name], w.place, limits)
     if not group.once:
         group.once = programs.seconds_once(group.operands[group.works[0].name], limits)
     for name in () if group.spots or not checked else list(dict.fromkeys(w.name for w in works))[:SPOTS]:
@@ -282,7 +283,7 @@ def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any
         group.spots.append((group.problems[name], results))
     runs = []
     for w in works:
-        forward, backward = seconds[w.name, w.later]
+        forward, backward = seconds[w.name, w.place]
         cells = int(group.cells[number][w.step, w.rank])
         runs.append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
     return {"runs": runs, "once": group.once}
@@ -330,9 +331,9 @@ class _Programs:
         out, lse = self._forward(q, k, v, operands)
         return out, lse, *self._backward(q, k, v, out, lse, dout, operands)
 
-    def seconds(self, operands, later: bool, protocol: Protocol) -> tuple[float, float]:
+    def seconds(self, operands, place: str, protocol: Protocol) -> tuple[float, float]:
         """Of both passes."""
-        assert not later
+        assert place == FIRST
         q, k, v, dout = self.inputs
         out, lse = self._forward(q, k, v, operands)
         calls = (functools.partial(self._forward, q, k, v, operands),
@@ -359,9 +360,8 @@ class _Walked:
         def backward(total, q, k, v, out, lse, dout, delta, operands):
             return running.backward(total, q, k, v, out, lse, dout, operands, scale=scale, delta=delta)
 
-        def end_forward(part, q):
-            out, lse = running.result(part, q)
-            return stack.like(out, q), lse
+        def last_forward(part, q, k, v, operands):
+            return local.last_forward(running, part, q, k, v, operands, scale)
 
         def start_backward(out, dout):
             return local.row_sums(out, dout)
@@ -374,7 +374,7 @@ class _Walked:
         self._first, _ = ahead("first", functools.partial(forward, None), q, k, k, operands)
         part = stack.shapes_of(functools.partial(forward, None), q, k, k, operands)
         self._later, _ = ahead("later", forward, part, q, k, k, operands, donate=True)
-        self._end, _ = ahead("end", end_forward, part, q)
+        self._last, _ = ahead("last", last_forward, part, q, k, k, operands)
         self._row_sums, _ = ahead("row_sums", start_backward, q, q)
         sides = (q, k, k, q, lse, q, lse, operands)
         self._first_back, _ = ahead("first_back", functools.partial(backward, None), *sides)
@@ -387,41 +387,39 @@ class _Walked:
         """Makes the inputs, on the device."""
         self.inputs = self._random()
 
-    def _saved(self, part):
+    def _saved(self, part, operands):
         """What the steps of a backward pass read besides keys and masks: q, k, v, out, lse, dout, delta."""
         q, k, v, dout = self.inputs
-        out, lse = self._end(part, q)
+        out, lse = self._last(part, q, k, v, operands)
         return q, k, v, out, lse, dout, self._row_sums(out, dout)
 
     def results(self, operands, nothing):
-        """out, lse, dq, dk, dv, the problem being the second step, behind one that shows nothing."""
+        """out, lse, dq, dk, dv, the problem being the second and last step, behind one that shows nothing."""
         q, k, v, _ = self.inputs
-        part = self._later(self._first(q, k, v, nothing), q, k, v, operands)
-        saved = self._saved(part)
+        saved = self._saved(self._first(q, k, v, nothing), operands)
         total, dk, dv = self._later_back(self._first_back(*saved, nothing), *saved, operands)
         return saved[3], saved[4], self._end_back(total, q), dk, dv
 
-    def seconds(self, operands, later: bool, protocol: Protocol) -> tuple[float, float]:
-        """Of both passes, of a step that is the first or a later one."""
+    def seconds(self, operands, place: str, protocol: Protocol) -> tuple[float, float]:
+        """Of both passes, of a step at a place."""
         q, k, v, _ = self.inputs
         part = self._first(q, k, v, operands)
-        saved = self._saved(part)
-        if not later:
+        saved = self._saved(part, operands)
+        if place == FIRST:
             return (seconds_of(self.stack, lambda: self._first(q, k, v, operands), protocol),
                     seconds_of(self.stack, lambda: self._first_back(*saved, operands), protocol))
-        forward = _Chain(lambda part: self._later(part, q, k, v, operands), part)
+        later = _Chain(lambda part: self._later(part, q, k, v, operands), part)
+        forward = later if place == LATER else lambda: self._last(part, q, k, v, operands)
         backward = _Chain(lambda made: self._later_back(made, *saved, operands), self._first_back(*saved, operands))
         return seconds_of(self.stack, forward, protocol), seconds_of(self.stack, backward, protocol)
 
     def seconds_once(self, operands, protocol: Protocol) -> list[float]:
-        """Of what ends the forward pass, and of what begins and ends the backward pass."""
+        """Nothing in the forward pass; of what begins and ends the backward pass."""
         q, k, v, dout = self.inputs
-        part = self._first(q, k, v, operands)
-        saved = self._saved(part)
+        saved = self._saved(self._first(q, k, v, operands), operands)
         total, *_ = self._first_back(*saved, operands)
-        calls = (lambda: self._end(part, q), lambda: self._row_sums(saved[3], dout), lambda: self._end_back(total, q))
-        end, begin_back, end_back = (seconds_of(self.stack, call, protocol) for call in calls)
-        return [end, begin_back + end_back]
+        calls = (lambda: self._row_sums(saved[3], dout), lambda: self._end_back(total, q))
+        return [0.0, sum(seconds_of(self.stack, call, protocol) for call in calls)]
 
 
 class _Chain:

@@ -93,6 +93,12 @@ def running(kernel: Kernel) -> Running:
     return Running(forward, lambda part, q: part, backward, lambda total, q, scale: total)
 
 
+def last_forward(running: Running, part, q, k, v, operands, scale):
+    """out (q's dtype) and lse of all keys, these being the last."""
+    out, lse = running.result(running.forward(part, q, k, v, operands, scale=scale), q)
+    return out.astype(q.dtype), lse
+
+
 def if_seen(seen, compute: Callable, otherwise: Callable, *operands):
     """compute(*operands), or otherwise(*operands) where this rank sees no key: its kernel is not launched then.
 

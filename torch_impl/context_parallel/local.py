@@ -81,9 +81,12 @@ class Local:
 @functools.cache
 def running(kernel: Kernel) -> Running:
     """How a kernel adds the keys of one step to those of earlier steps: its own way, or by merging its results."""
-    def forward(part, q, k, v, operands, scale):
-        new = kernel.forward(q, k, v, operands, scale, out_dtype=torch.float32)
-        return new if part is None else merge(part, new, in_place=True)
+    def forward(part, q, k, v, operands, scale, *, out_dtype=torch.float32):
+        new = kernel.forward(q, k, v, operands, scale, out_dtype=out_dtype if part is None else torch.float32)
+        if part is None:
+            return new
+        out, lse = merge(part, new, in_place=True)
+        return out.to(out_dtype), lse
 
     def backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
         assert kernel.backward is not None  # the plan has asked for it
@@ -91,6 +94,11 @@ def running(kernel: Kernel) -> Running:
         return dq if total is None else total.add_(dq), dk, dv
 
     return kernel.running or Running(forward, backward)
+
+
+def last_forward(running: Running, part, q, k, v, operands, scale):
+    """out (q's dtype) and lse of all keys, these being the last; parts before are float32, and it rounds once."""
+    return running.forward(part, q, k, v, operands, scale, out_dtype=q.dtype)
 
 
 def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:

@@ -5,22 +5,24 @@ permutation that all ranks make) brings it; hops nobody needs are not in it. A h
 it. The same walk serves usp and, window by window, loongtrain.
 """
 
+import functools
+
 import torch
 
 from torch_impl.context_parallel.communicator import Pending
-from torch_impl.context_parallel.local import Data, Local, row_sums
+from torch_impl.context_parallel.local import Data, Local, last_forward, row_sums
 from workload.topology import Hop
 
 
 def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
-    if len(data.masks) == 1 and data.masks[0] is not None:  # nothing to merge: the kernel rounds, and once
-        return local.forward(q, k, v, data.masks[0], out_dtype=q.dtype)
-    running, walk, part = local.running, _Walk(local, "forward", (k, v)), None
+    running, scale, walk, part = local.running, local.signature.scale, _Walk(local, "forward", (k, v)), None
+    last = max((t for t, operands in enumerate(data.masks) if operands is not None), default=None)
     for t, operands in enumerate(data.masks):
         k, v = walk.enter(t)
         if operands is not None:
-            part = running.forward(part, q, k, v, operands, local.signature.scale)
+            step = functools.partial(last_forward, running) if t == last else running.forward
+            part = step(part, q, k, v, operands, scale)
     out, lse = running.result(part, q)
     return out.to(q.dtype), lse
 

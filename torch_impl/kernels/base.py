@@ -21,7 +21,8 @@ class Running:
     What is carried from call to call is None before the first, and changed in place.
 
     Attributes:
-      forward: (part, q, k, v, operands, scale) -> part: out float32 and lse.
+      forward: (part, q, k, v, operands, scale, *, out_dtype=float32) -> part: out and lse; only the last call's out may
+        be of another dtype.
       backward: (total, q, k, v, out, lse, dout, operands, scale, *, delta) -> (total, dk, dv), float32: dq so far, and
         dk, dv of these keys; out, lse and delta of all keys.
       parts: the arguments of backward -> (query, keys): query() gives its total, keys() its dk, dv, called in either
@@ -33,7 +34,7 @@ class Running:
     parts: Callable[..., Any] | None = None
 
     def result(self, part, q):
-        """out float32 and lse of all calls; (0, -inf) where there was none."""
+        """out and lse of all calls; (0, -inf) where there was none."""
         if part is not None:
             return part
         batch, rows, heads, _ = q.shape

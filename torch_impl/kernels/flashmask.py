@@ -136,12 +136,12 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if not q.shape[1] or not k.shape[1]:
         return out.zero_(), lse.fill_(-torch.inf)
-    _write_forward(q, k, v, out, lse, lse, operands.forward, scale, adds=False)
+    _write_forward(q, k, v, out, lse, None, operands.forward, scale)
     return out, lse
 
 
-def _write_forward(q, k, v, out, lse, before, walk, scale, *, adds: bool):
-    """Writes out and lse; adds: merged with the out that is there and the lse `before`, float32 and of other keys."""
+def _write_forward(q, k, v, out, lse, before, walk, scale):
+    """Writes out and lse, merged with those `before`, of other keys, if any: out float32, which may be this out."""
     from torch_impl.kernels.flashmask_triton import forward_kernel  # needs triton
 
     launch = walk.launch
@@ -150,11 +150,13 @@ def _write_forward(q, k, v, out, lse, before, walk, scale, *, adds: bool):
     sign, size = _split_scale(scale)
     group, dim = q_heads // kv_heads, support.padded_dim(d)
     section = group * support.heads_per_section(b * kv_heads, 2 * kv_len * d * k.element_size())
+    earlier, lse_before = before or (out, lse)
     forward_kernel[(walk.order.shape[0] * b * q_heads,)](
         support.descriptor(q, launch.rows, dim), support.descriptor(k, launch.cols, dim),
-        support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse, before,
-        *walk.arguments(), q_len, q_heads, group, section, size * support.LOG2E, sign, R=walk.starts.shape[0],
-        M=launch.rows, N=launch.cols, D=dim, PRECISION=support.precision(q), ADDS=adds, **launch.options())
+        support.descriptor(v, launch.cols, dim), support.descriptor(out, launch.rows, dim), lse,
+        support.descriptor(earlier, launch.rows, dim), lse_before, *walk.arguments(), q_len, q_heads, group, section,
+        size * support.LOG2E, sign, R=walk.starts.shape[0], M=launch.rows, N=launch.cols, D=dim,
+        PRECISION=support.precision(q), ADDS=before is not None, IN_PLACE=earlier is out, **launch.options())
 
 
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
@@ -226,15 +228,16 @@ def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
         **launch.options())
 
 
-def _add_forward(part, q, k, v, operands, scale):
+def _add_forward(part, q, k, v, operands, scale, *, out_dtype=torch.float32):
     if part is None:
-        return forward(q, k, v, operands, scale, out_dtype=torch.float32)
-    if not q.shape[1] or not k.shape[1]:
-        return part
+        return forward(q, k, v, operands, scale, out_dtype=out_dtype)
     out, before = part
+    if not q.shape[1] or not k.shape[1]:
+        return out.to(out_dtype), before
+    made = out if out.dtype == out_dtype else torch.empty(out.shape, dtype=out_dtype, device=out.device)
     lse = torch.empty_like(before)
-    _write_forward(q, k, v, out, lse, before, operands.forward, scale, adds=True)
-    return out, lse
+    _write_forward(q, k, v, made, lse, part, operands.forward, scale)
+    return made, lse
 
 
 def _add_backward(*arguments, delta):

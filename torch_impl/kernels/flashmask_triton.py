@@ -102,14 +102,15 @@ def _attend(acc, total, top, q_MD, k_desc, v_desc, batch, head, begin, end, slot
 
 
 @triton.jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, before, starts, ends, full_begin, full_end, partial_begin,
-                   partial_end, order, full_slots, partial_slots, q_len, q_heads, group, heads_per_section, scale_log2,
-                   sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-                   ADDS: tl.constexpr):
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, earlier_desc, before, starts, ends, full_begin, full_end,
+                   partial_begin, partial_end, order, full_slots, partial_slots, q_len, q_heads, group,
+                   heads_per_section, scale_log2, sign, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                   D: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr, IN_PLACE: tl.constexpr):
     """out and lse of one tile of M queries of one head.
 
-    ADDS: merged with the out that is there and the lse `before`, of other keys. lse is not written in place: every warp
-    reads all rows' lse, and a late one would read what another has written.
+    ADDS: merged with an earlier out and the lse `before`, of other keys; IN_PLACE: the earlier out is where out goes,
+    so that a tile that sees nothing is left alone. lse is not written in place: every warp reads all rows' lse, and a
+    late one would read what another has written.
     """
     tile, place = _place(order, tl.cdiv(q_len, M), heads_per_section)
     batch, head = place // q_heads, place % q_heads
@@ -140,8 +141,8 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, before, starts, ends, 
         some = old + new > 0
         both = tl.where(some, old + new, 1.0)
         natural = tl.where(some, top + tl.log2(both) * 0.6931471805599453, float("-inf"))
-        if tl.max(total, 0) > 0:
-            out_MD = load_tile(out_desc, batch, head, tile * M, M, D) * (old / both)[:, None]
+        if (tl.max(total, 0) > 0) | (not IN_PLACE):
+            out_MD = load_tile(earlier_desc, batch, head, tile * M, M, D) * (old / both)[:, None]
             store_tile(out_desc, batch, head, tile * M, out_MD + acc * (new / (both * safe))[:, None], M, D)
     tl.store(lse + at_lse, natural, mask=held)
 
