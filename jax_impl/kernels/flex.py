@@ -206,22 +206,33 @@ class Traced(Policy):
     def walk(self, refs, head, tile):
         return self.tiles.walk(refs, head, tile)
 
-    def load_rows(self, refs, head, row0, rows):
-        first = len(refs) - len(self.row_arrays) - len(self.column_arrays)
-        vectors = refs[first : first + len(self.row_arrays)]
-        loaded = [plgpu.load(x.at[pl.ds(row0, rows)], layout=ROW, optimized=False) for x in vectors]
-        return loaded, refs[first + len(self.row_arrays) :]
+    @property
+    def orders_blocks(self):
+        """Whether `block` says which thread block of a key-major pass comes when."""
+        return self.tiles.orders_blocks
 
-    def _elements(self, head, place, state=None):
+    def block(self, refs, number):
+        return self.tiles.block(refs, number)
+
+    @property
+    def values(self):
+        """How many vectors `column_values` returns."""
+        return len(self.column_arrays)
+
+    def column_values(self, refs):
+        return tuple(refs[len(refs) - self.values :])
+
+    def load_rows(self, refs, head, row0, rows):
+        vectors = refs[len(refs) - self.values - len(self.row_arrays) : len(refs) - self.values]
+        return [plgpu.load(x.at[pl.ds(row0, rows)], layout=ROW, optimized=False) for x in vectors]
+
+    def _elements(self, head, place, row_values=None):
         """(batch, q_head, i, j, q_values, kv_values) of a tile."""
         rows, columns = place.index(0), place.index(1)
-        row_values, column_values = (), ()
-        if state is not None:
-            here = pl.ds(place.column0, place.columns)
-            row_values = tuple(place.by_row(x) for x in state[0])
-            column_values = tuple(
-                place.by_column(plgpu.load(x.at[here], layout=COLUMN, optimized=False)) for x in state[1]
-            )
+        column_values = ()
+        if row_values is not None:
+            column_values = tuple(place.by_column(plgpu.load(x, layout=COLUMN)) for x in place.values)
+        row_values = tuple(place.by_row(x) for x in row_values or ())
         if self.transposed:
             return head.batch, head.q, columns, rows, column_values, row_values
         return head.batch, head.q, rows, columns, row_values, column_values
@@ -311,7 +322,8 @@ def prepare(
             classes = _classes(used.mask_mod, used.q_arrays, used.kv_arrays, shape, sizes, heads)
             base = _listed(classes.T if transposed else classes, device)
         else:
-            base = hopper_masks.intervals(by_key if transposed else problem.mask, rows, columns, device)
+            mask, blocks = (by_key, ordered) if transposed else (problem.mask, None)
+            base = hopper_masks.intervals(mask, rows, columns, device, blocks)
         arrays = (used.kv_arrays, used.q_arrays) if transposed else (used.q_arrays, used.kv_arrays)
         padded = (
             tuple(jax.device_put(_pad(x, tokens), device) for x in of)
@@ -323,6 +335,7 @@ def prepare(
         tiles = hopper_kernel.default_tiles(problem)
         if used.kv_arrays:  # a tile's key values take the registers that queries would
             tiles = dataclasses.replace(tiles, forward=dataclasses.replace(tiles.forward, q_registers=False))
+    ordered = hopper_kernel.ordered_blocks(problem, tiles, deterministic)
     return hopper_kernel.build(
         functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
     )

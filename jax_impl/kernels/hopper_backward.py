@@ -18,7 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, round_up, shared_tile
+from jax_impl.kernels.hopper_forward import (
+    COMPILER,
+    LOG2E,
+    load_values,
+    round_up,
+    shared_tile,
+    split_number,
+    value_tiles,
+)
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
@@ -74,7 +82,8 @@ def key_major(
     padded, columns, grad_dtype = round_up(kv_len, tiles.row_tokens), tiles.columns, jnp.dtype(grad_dtype)
     side = math.gcd(tiles.side or kv_heads, kv_heads)
     split = math.gcd(tiles.split, q_heads // kv_heads) if with_dq else 1
-    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, q.dtype, grad_dtype, with_dq)
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, kv_heads,
+                       padded // tiles.row_tokens, q.dtype, grad_dtype, with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
     statistics = _statistics(None if policy.changes_scores else lse * (-1.0 / (scale * LOG2E)), -delta)
@@ -86,7 +95,8 @@ def key_major(
         "statistics_s": shared_tile((stages, columns, TERMS), jnp.bfloat16),
         "kv_ready": bar(num_arrivals=2),
         "column_s": plgpu.SMEM((stages,), jnp.int32),
-        "q_ready": bar(num_arrivals=4 if policy.changes_scores else 3, num_barriers=stages),
+        "values_s": value_tiles(policy, tiles),
+        "q_ready": bar(num_arrivals=3 + policy.changes_scores + policy.values, num_barriers=stages),
         "do_ready": bar(num_barriers=stages),
         "q_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -108,8 +118,8 @@ def key_major(
         kernel.body,
         out_type=[grad, grad] if split == 1 else [],
         scratch_types=scratch,
-        grid=(batch, kv_heads // side, split, padded // tiles.row_tokens, side),
-        grid_names=("batch", "section", "part", "place", "side"),
+        grid=(batch, kv_heads * split * kernel.places),
+        grid_names=("batch", "block"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
@@ -148,6 +158,8 @@ class _KeyMajor:
     split: int
     dim: int
     side: int
+    kv_heads: int
+    places: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
     with_dq: bool
@@ -166,12 +178,8 @@ class _KeyMajor:
             dk_g, dv_g, *mask_refs = refs
         else:
             *mask_refs, dk_g, dv_g = refs
-        part = lax.axis_index("part")
+        first, tile = self._block(mask_refs)
         s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
-        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
-        q_head = kv_head * self.group + part * (self.group // self.split)
-        first = Head(lax.axis_index("batch"), q_head, kv_head)
-        tile = self.policy.row_tile(mask_refs, first, lax.axis_index("place"))
         walk = _Walk(self, mask_refs, first, tile)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walk))
@@ -180,6 +188,20 @@ class _KeyMajor:
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             _Consumer(self, s, walk, warpgroup).run()
+
+    def _block(self, mask_refs):
+        """(first query head, key tile) of this thread block."""
+        number = lax.axis_index("block")
+        if self.policy.orders_blocks:
+            number, kv_head = split_number(self.policy.block(mask_refs, number), self.kv_heads)
+            place, part = split_number(number, self.split)
+        else:
+            number, side = split_number(number, self.side)
+            number, place = split_number(number, self.places)
+            section, part = split_number(number, self.split)
+            kv_head = section * self.side + side
+        first = Head(lax.axis_index("batch"), kv_head * self.group + part * (self.group // self.split), kv_head)
+        return first, place if self.policy.orders_blocks else self.policy.row_tile(mask_refs, first, place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +261,7 @@ class _Scratch:
     do_s: jax.Ref
     statistics_s: jax.Ref
     column_s: jax.Ref
+    values_s: list[jax.Ref]
     kv_ready: jax.Ref
     q_ready: jax.Ref
     do_ready: jax.Ref
@@ -272,6 +295,7 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
         plgpu.copy_gmem_to_smem(s.statistics_g.at[batch, head.q, queries], s.statistics_s.at[slot], s.q_ready.at[slot])
         if kernel.policy.changes_scores:
             plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
+        load_values(kernel.policy, walk.refs, queries, slot, s.values_s, s.q_ready)
         s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
         plgpu.barrier_arrive(s.q_ready.at[slot])
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
@@ -388,7 +412,8 @@ class _Consumer:
         key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
         place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or policy.changes_scores:
-            place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns)
+            values = tuple(x.at[slot] for x in s.values_s)
+            place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns, values=values)
         rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
         logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=2)
         if policy.changes_scores:

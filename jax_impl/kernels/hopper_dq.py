@@ -9,7 +9,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, heads_side_by_side, round_up, shared_tile
+from jax_impl.kernels.hopper_forward import (
+    COMPILER,
+    LOG2E,
+    heads_side_by_side,
+    load_values,
+    round_up,
+    shared_tile,
+    value_tiles,
+)
 from jax_impl.kernels.hopper_masks import ROW, Head, Place, Policy, Walk
 
 CONSUMERS = 2
@@ -46,8 +54,9 @@ def query_major(q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: 
             "do_s": shared_tile((CONSUMERS, ROWS, dim), q.dtype),
             "k_s": shared_tile((stages, tiles.columns, dim), q.dtype),
             "v_s": shared_tile((stages, tiles.columns, dim), q.dtype),
+            "values_s": value_tiles(policy, tiles),
             "rows_ready": bar(num_arrivals=2, num_barriers=CONSUMERS),
-            "k_ready": bar(num_barriers=stages),
+            "k_ready": bar(num_arrivals=1 + policy.values, num_barriers=stages),
             "v_ready": bar(num_barriers=stages),
             "k_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
             "v_free": bar(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -77,6 +86,7 @@ class _Scratch:
     do_s: jax.Ref
     k_s: jax.Ref
     v_s: jax.Ref
+    values_s: list[jax.Ref]
     rows_ready: jax.Ref
     k_ready: jax.Ref
     v_ready: jax.Ref
@@ -106,7 +116,7 @@ class _QueryMajor:
         tile = self.policy.row_tile(mask_refs, head, lax.axis_index("place"))
         walk = self.policy.walk(mask_refs, head, tile)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: self._produce(s, head, walk))
+        pl.when(warpgroup == CONSUMERS)(lambda: self._produce(s, mask_refs, head, walk))
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
@@ -115,7 +125,7 @@ class _QueryMajor:
             rows = self.policy.load_rows(mask_refs, head, row0, ROWS)
             _Consumer(self, s, head, warpgroup, row0, rows, walk).run()
 
-    def _produce(self, s, head, walk):
+    def _produce(self, s, mask_refs, head, walk):
         plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
         stages = jnp.int32(self.tiles.stages)
 
@@ -127,6 +137,7 @@ class _QueryMajor:
             ):
                 pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                 plgpu.copy_gmem_to_smem(gmem.at[head.batch, keys, head.kv], smem.at[slot], ready.at[slot])
+            load_values(self.policy, mask_refs, keys, slot, s.values_s, s.k_ready)
 
         lax.fori_loop(0, walk.total, load, None)
 
@@ -183,7 +194,8 @@ class _Consumer:
         slot = lax.rem(n, jnp.int32(kernel.tiles.stages))
         place = Place(self.row0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or kernel.policy.changes_scores:
-            place = dataclasses.replace(place, column0=self.walk.column(n) * kernel.tiles.columns)
+            values = tuple(x.at[slot] for x in s.values_s)
+            place = dataclasses.replace(place, column0=self.walk.column(n) * kernel.tiles.columns, values=values)
 
         def gradient(dp_ref, s_ref):
             plgpu.barrier_wait(s.v_ready.at[slot])

@@ -63,6 +63,17 @@ def shared_tile(shape, dtype):
     )
 
 
+def value_tiles(policy: Policy, tiles):
+    """Shared memory for a policy's `column_values`, a ring as deep as that of the column tiles."""
+    return [plgpu.SMEM((tiles.stages, tiles.columns), jnp.int32) for _ in range(policy.values)]
+
+
+def load_values(policy: Policy, mask_refs, columns, slot, values_s, ready):
+    """Loads a column tile's values; each is one arrival at the slot's barrier."""
+    for gmem, smem in zip(policy.column_values(mask_refs), values_s, strict=True):
+        plgpu.copy_gmem_to_smem(gmem.at[columns], smem.at[slot], ready.at[slot])
+
+
 def round_up(n: int, multiple: int) -> int:
     """Smallest multiple that is >= n."""
     return -(-n // multiple) * multiple
@@ -143,9 +154,10 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
             "lse_s": plgpu.SMEM((n, t.rows), jnp.float32),
             "item_s": plgpu.SMEM((2, 5), jnp.int32),
             "column_s": plgpu.SMEM((t.stages,), jnp.int32),
+            "values_s": value_tiles(policy, t),
             "q_ready": bar(num_arrivals=n + 1, num_barriers=2),
             "q_free": bar(num_arrivals=n, num_barriers=2),
-            "k_ready": bar(num_arrivals=2, num_barriers=t.stages),
+            "k_ready": bar(num_arrivals=2 + policy.values, num_barriers=t.stages),
             "v_ready": bar(num_barriers=t.stages),
             "k_free": bar(num_arrivals=n, num_barriers=t.stages),
             "v_free": bar(num_arrivals=n, num_barriers=t.stages),
@@ -240,6 +252,7 @@ class _Forward:
 
             def load_k(n):
                 slot, column = load(n, s.k_g, s.k_s, s.k_ready, s.k_free)
+                load_values(self.policy, mask_refs, pl.ds(column * t.columns, t.columns), slot, s.values_s, s.k_ready)
                 s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
                 plgpu.barrier_arrive(s.k_ready.at[slot])
 
@@ -284,6 +297,7 @@ class _Scratch:
     lse_s: jax.Ref
     item_s: jax.Ref
     column_s: jax.Ref
+    values_s: list[jax.Ref]
     q_ready: jax.Ref
     q_free: jax.Ref
     k_ready: jax.Ref
@@ -459,7 +473,8 @@ class _Consumer:
         base = self.kernel.unit * LOG2E
         if masked or policy.changes_scores:
             column0 = self.s.column_s[self._slot(n)] * self.tiles.columns
-            place = Place(self.row0, column0, self.tiles.rows, self.tiles.columns)
+            values = tuple(x.at[self._slot(n)] for x in self.s.values_s)
+            place = Place(self.row0, column0, self.tiles.rows, self.tiles.columns, values)
         if policy.changes_scores:
             logits = policy.scores(logits * self.kernel.scale, self.head, place)
         if masked:

@@ -1,6 +1,7 @@
 """What the Hopper kernels share on the host's side: operands, the contract's two passes, the hardware they need."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,7 +20,6 @@ from workload.masks import IntervalMask
 from workload.problem import AttentionProblem
 
 HEAD_DIMS = (64, 128)
-BUSY = 125  # key tiles in work that keep the 132 processors of an H100 or H200 busy, but for a few
 CACHE = 36 << 20  # of the 50 MB of L2 cache, what queries, douts and dq may take
 
 
@@ -73,10 +73,10 @@ def heads_in_work(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]
     """
     tiles, group = -(-problem.kv_len // row_tokens), problem.group
     heads = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0]
-    side = next((n for n in heads if n > 1 and n * tiles >= BUSY), problem.kv_heads)
+    side = next((n for n in heads if n > 1 and n * tiles >= hopper_masks.BUSY), problem.kv_heads)
     fitting = max(2, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
     blocks = problem.batch * problem.kv_heads * tiles
-    parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= BUSY)
+    parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= hopper_masks.BUSY)
     return side, next((n for n in parts if group // n <= max(2, fitting // side)), group)
 
 
@@ -85,6 +85,11 @@ def default_tiles(problem: AttentionProblem) -> Tiles:
     tiles = BackwardTiles(columns=128 if problem.head_dim == 64 else 64)
     side, split = heads_in_work(problem, tiles.row_tokens)
     return Tiles(key_major=dataclasses.replace(tiles, side=side, split=split))
+
+
+def ordered_blocks(problem: AttentionProblem, tiles: Tiles, deterministic: bool) -> tuple[int, int]:
+    """(kv heads, parts of a group's query heads) of the key-major pass."""
+    return problem.kv_heads, 1 if deterministic else math.gcd(tiles.key_major.split, problem.group)
 
 
 def build(query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool) -> HopperOperands:
@@ -106,13 +111,13 @@ def prepare_intervals(
       deterministic: whether the backward pass is the same bit for bit every time (seven products instead of five).
       tiles: the schedules, or None for the measured ones.
     """
-    mask = problem.mask
-    by_key = mask.transpose()
+    tiles = tiles or default_tiles(problem)
 
-    def maker(m: IntervalMask):
-        return lambda rows, columns: hopper_masks.intervals(m, rows, columns, device)
+    def maker(mask: IntervalMask, blocks=None):
+        return lambda rows, columns: hopper_masks.intervals(mask, rows, columns, device, blocks)
 
-    return build(maker(mask), maker(by_key), tiles or default_tiles(problem), deterministic)
+    by_key = maker(problem.mask.transpose(), ordered_blocks(problem, tiles, deterministic))
+    return build(maker(problem.mask), by_key, tiles, deterministic)
 
 
 def _positive_scale(q, scale: float):

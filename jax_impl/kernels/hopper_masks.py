@@ -8,12 +8,16 @@ in the key-major pass rows are keys and columns are queries. A policy answers, i
     load_rows(refs, head, row0, rows)   what the element test needs of a tile's rows
     seen(state, head, place)            the element test of a partial tile, bool [rows, columns]
 
+and, if it likes, in which order the thread blocks of a key-major pass run (`block`) and what numbers of the columns its
+element test reads (`column_values`).
+
 `refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree,
 so its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy
 changes logits (see flex.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -25,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from workload.masks import IntervalMask
 
+BUSY = 125  # thread blocks that keep the 132 processors of an H100 or H200 busy, but for a few
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -41,12 +46,16 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """First row and first column of a [rows, columns] tile of logits."""
+    """First row and first column of a [rows, columns] tile of logits.
+
+    values: the policy's `column_values` of the tile, in shared memory.
+    """
 
     row0: jax.Array
     column0: jax.Array
     rows: int
     columns: int
+    values: tuple[jax.Ref, ...] = ()
 
     def index(self, axis: int) -> jax.Array:
         """Global row (axis 0) or column (axis 1) of each element, int32 [rows, columns]."""
@@ -82,16 +91,27 @@ class Policy:
     row_tokens: int
     column_tokens: int
     changes_scores = False
+    values = 0  # how many vectors `column_values` returns
     one_walk = False  # whether all heads visit the same tiles
+    orders_blocks = False  # whether `block` says which thread block of a key-major pass comes when
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Arrays that the kernel reads from device memory."""
+        return ()
+
+    def column_values(self, refs) -> tuple:
+        """Vectors in device memory, an int32 a column, that are loaded together with a column tile."""
+        del refs
         return ()
 
     def row_tile(self, refs, head, place):
         """Row tile that the grid's `place` works on."""
         del refs, head
         return place
+
+    def block(self, refs, number):
+        """(row tile * parts + part) * kv heads + kv head of the thread block that comes as this number."""
+        raise NotImplementedError
 
     def walk(self, refs, head, tile) -> Walk:
         """The column tiles that this row tile visits."""
@@ -118,11 +138,31 @@ class Policy:
 
 def _in_intervals(state, place: Place) -> jax.Array:
     """Elements whose column lies in one of their row's half-open intervals."""
-    column, out = place.index(1), None
-    for start, end in state:
-        inside = (column >= place.by_row(start)) & (column < place.by_row(end))
-        out = inside if out is None else out | inside
-    return out
+    return (_by_bits if place.columns == 128 else _by_comparison)(state, place)
+
+
+def _by_comparison(state, place: Place) -> jax.Array:
+    """Two comparisons an element and interval."""
+    column = place.index(1)
+    inside = ((column >= place.by_row(start)) & (column < place.by_row(end)) for start, end in state)
+    return functools.reduce(jnp.logical_or, inside)
+
+
+def _by_bits(state, place: Place) -> jax.Array:
+    """One test of a bit an element, however many intervals there are: fewer instructions, but more registers.
+
+    A thread holds columns 8 b + 2 t + i (i < 2) of a row, at most 128; bit 2 b + i of a word says whether one is seen.
+    """
+    column = plgpu.broadcasted_iota(jnp.int32, (place.rows, place.columns), 1, layout=TILE)
+
+    def from_there(bound):
+        ahead = place.by_row(bound - place.column0) - (column & 6)
+        before = 2 * (ahead >> 3) + jnp.minimum(ahead & 7, 2)  # how many of the thread's columns lie before the bound
+        return lax.shift_left(jnp.full_like(column, -1), jnp.clip(before, 0, 32))
+
+    words = (from_there(start) & ~from_there(end) for start, end in state)
+    bit = lax.shift_left(jnp.full_like(column, 1), 2 * (column >> 3) + (column & 1))
+    return (functools.reduce(jnp.bitwise_or, words) & bit) != 0
 
 
 @jax.tree_util.register_dataclass
@@ -134,8 +174,9 @@ class Intervals(Policy):
       starts, ends: int32 [R, rows padded to whole tiles]; (0, 0) is absent.
       partial, full: int32 [2, tiles, P], [2, tiles, F]: begins and ends of the runs of column tiles; (0, 0) absent.
       order: int32 [tiles]: 1 + the row tile to work on at each place of the grid, heaviest first; 0 means the place
-        itself.
+        itself. Where orders_blocks, int32 [thread blocks]: 1 + the block (see `Policy.block`) that comes at each place.
       row_tokens, column_tokens: tile sizes.
+      orders_blocks: whether this is the policy of a key-major pass.
     """
 
     starts: jax.Array
@@ -145,6 +186,7 @@ class Intervals(Policy):
     order: jax.Array
     row_tokens: int = dataclasses.field(metadata={"static": True})
     column_tokens: int = dataclasses.field(metadata={"static": True})
+    orders_blocks: bool = dataclasses.field(default=False, metadata={"static": True})
 
     one_walk = True
 
@@ -154,6 +196,9 @@ class Intervals(Policy):
     def row_tile(self, refs, head, place):
         chosen = refs[4][place]
         return jnp.where(chosen == 0, place, chosen - 1)
+
+    def block(self, refs, number):
+        return self.row_tile(refs, None, number)
 
     def walk(self, refs, head, tile):
         partial, full = (
@@ -180,18 +225,56 @@ class Intervals(Policy):
         return _in_intervals(state, place)
 
 
-def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None) -> Intervals:
-    """The policy of a row-interval mask for one pair of tile sizes; a key-major pass hands in `mask.transpose()`."""
+def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None, blocks=None) -> Intervals:
+    """The policy of a row-interval mask for one pair of tile sizes; a key-major pass hands in `mask.transpose()`.
+
+    Args:
+      blocks: (kv heads, parts of a group's query heads) of a key-major pass whose thread blocks are to be ordered.
+    """
     runs = mask.tile_runs(row_tokens, column_tokens)
     tiles = len(runs.full_begin)
     pad = ((0, 0), (0, tiles * row_tokens - mask.q_len))
     # A tile that an element test has to pass costs about half as much again as a full one.
-    order = np.argsort(-(2 * runs.full_count + 3 * runs.partial_count), kind="stable") + 1
+    weight = 2 * runs.full_count + 3 * runs.partial_count
+    if blocks is None or not mask.q_len:
+        order = np.argsort(-weight, kind="stable")
+    else:
+        order = block_order(mask, row_tokens, weight, *blocks)
     arrays = (
         np.pad(mask.starts, pad),
         np.pad(mask.ends, pad),
         np.stack([runs.partial_begin, runs.partial_end]),
         np.stack([runs.full_begin, runs.full_end]),
-        order.astype(np.int32),
+        (order + 1).astype(np.int32),
     )
-    return Intervals(*(jax.device_put(x, device) for x in arrays), row_tokens, column_tokens)
+    return Intervals(*(jax.device_put(x, device) for x in arrays), row_tokens, column_tokens, blocks is not None)
+
+
+def components(mask: IntervalMask, row_tokens: int, tiles: int) -> np.ndarray:
+    """[tiles]: number of the group of consecutive row tiles whose middle rows see common columns, as documents do."""
+    middle = np.minimum(np.arange(tiles) * row_tokens + row_tokens // 2, mask.q_len - 1)
+    starts, ends = mask.starts[:, middle], mask.ends[:, middle]
+    some = starts < ends
+    first = np.where(some, starts, mask.kv_len).min(axis=0)
+    last = np.maximum.accumulate(np.where(some, ends, 0).max(axis=0))
+    return np.concatenate([[0], np.cumsum((first[1:] >= last[:-1]) & some.any(axis=0)[1:])])
+
+
+def block_order(mask: IntervalMask, row_tokens: int, weight: np.ndarray, kv_heads: int, parts: int) -> np.ndarray:
+    """Numbers of the thread blocks of a key-major pass (see `Policy.block`) in the order to run them in.
+
+    Blocks that walk the same queries should meet them in the L2 cache, and those with most to do should not come last:
+    the heaviest component first, and of each as few kv heads side by side as keep all processors busy (two at least),
+    one part of their query heads after another, its heaviest tiles first.
+    """
+    group = components(mask, row_tokens, len(weight))
+    sizes, heaviest = np.bincount(group), np.zeros(group[-1] + 1, np.int64)
+    np.maximum.at(heaviest, group, weight)
+    rank = np.empty(len(sizes), np.int64)
+    rank[np.argsort(-heaviest, kind="stable")] = np.arange(len(sizes))
+    divisors = np.array([n for n in range(1, kv_heads + 1) if kv_heads % n == 0])
+    enough = (divisors > 1) & (divisors * sizes[:, None] >= BUSY)
+    side = np.where(enough.any(axis=1), divisors[enough.argmax(axis=1)], kv_heads)
+    number = np.arange(len(weight) * parts * kv_heads)
+    tile, part, head = number // (parts * kv_heads), number // kv_heads % parts, number % kv_heads
+    return np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))

@@ -180,6 +180,31 @@ def test_heads_in_work_fit_the_cache_and_keep_the_processors_busy(q_heads, kv_he
     assert kernels.get("flashmask").prepare(shard).tiles.key_major == tiles, "ranks share one program"
 
 
+@pytest.mark.parametrize("name", ["causal_document", "full_document", "causal", "causal_sliding_window"])
+def test_thread_blocks_come_once_a_document_after_another_the_heaviest_first(name):
+    lengths, tokens, heads, parts = (300, 1100, 700, 12), 2112, 4, 2
+    arguments = {"causal": (), "causal_sliding_window": (300,)}.get(name, (lengths,))
+    by_key = masks.STATIC_MASKS[name](tokens, tokens, *arguments).transpose()
+    weight = by_key.tile_runs(128, 64).classes().sum(axis=1)
+    order = hopper_masks.block_order(by_key, 128, weight, heads, parts)
+    np.testing.assert_array_equal(np.sort(order), np.arange(len(weight) * heads * parts))
+    tile, part, head = order // (heads * parts), order // heads % parts, order % heads
+    document = np.zeros(len(weight), int)
+    if name.endswith("document"):
+        document = np.searchsorted(np.cumsum(lengths), np.arange(len(weight)) * 128 + 64, side="right")
+        document = np.unique(document, return_inverse=True)[1]
+    np.testing.assert_array_equal(hopper_masks.components(by_key, 128, len(weight)), document)
+    came = list(dict.fromkeys(document[tile]))
+    assert came == sorted(came, key=lambda d: -weight[document == d].max())
+    side = 4  # so few tiles keep no GPU busy unless all heads run side by side
+    for key in ("document", "part"):
+        runs = np.stack([document[tile], head // side, part][: 1 if key == "document" else 3])
+        changes = 1 + (np.diff(runs, axis=1) != 0).any(axis=0).sum()
+        assert changes == len(np.unique(runs, axis=1).T), f"a {key} comes in pieces"
+    same = (np.diff(document[tile]) == 0) & (np.diff(part) == 0)
+    assert (np.diff(weight[tile])[same] <= 0).all()
+
+
 def test_three_bfloat16_terms_are_a_float32():
     drawn = np.random.default_rng(0).normal(size=1000) * 10.0 ** np.arange(-5, 5).repeat(100)
     x = np.concatenate([drawn, [0.0, -np.inf]])
