@@ -8,8 +8,13 @@ takes no part, and its row says why. In each round every contender runs once, in
 untimed for --warm_up seconds, since the card's clock follows the power that the one before it drew, then for --seconds.
 A rate is the pass's exact FLOPs over the median of the rounds; the ratio is to --against. One JSON line a problem and
 pass, written as it is made; --resume keeps the lines that --out has.
+
+Compiling takes longer than racing. Several such processes, each with masks and an --out of its own, may share a card
+through one --turns file: each compiles what needs no card while another one, alone, judges and races.
 """
 
+import contextlib
+import fcntl
 import importlib
 import os
 import sys
@@ -44,6 +49,7 @@ def define() -> None:
     flags.DEFINE_integer("rounds", 7, "Rounds of a problem and pass.", lower_bound=1)
     options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
     options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
+    flags.DEFINE_string("turns", "", "File that processes lock in turn to have the machine alone.")
     options.define_out("out/peers.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
@@ -76,12 +82,15 @@ class Race:
 
     Args:
       names: (stack, kernel) of the contenders; against: "stack:kernel" of the one that ratios are to.
+      turns: file to lock while contenders run, or empty where no other process races.
     """
 
-    def __init__(self, names: list[tuple[str, str]], against: str, rounds: int, seconds: float, warm_up: float):
+    def __init__(self, names: list[tuple[str, str]], against: str, rounds: int, seconds: float, warm_up: float,
+                 turns: str = ""):
         # Both stacks live in this process: JAX must not take the card's memory for itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self._names, self._against, self._timing = names, against, (rounds, seconds, warm_up)
+        self._turns = turns
         modules = {name: importlib.import_module(f"bench.{name}_stack") for name in sorted({s for s, _ in names})}
         self._stacks = {name: module.Stack() for name, module in modules.items()}
         self._inputs = {name: Inputs(stack) for name, stack in self._stacks.items()}
@@ -93,7 +102,34 @@ class Race:
 
     def row(self, spec: ProblemSpec, which: str) -> dict[str, Any]:
         """Judges and races all contenders that take a problem; the status is the worst that befell one of them."""
-        problem, ready = spec.problem(), []
+        problem = spec.problem()
+        if self._turns:
+            self._build(problem, which)
+        with self._turn():
+            return self._raced(spec, problem, which)
+
+    def _build(self, problem, which: str) -> None:
+        """Compiles what can be compiled without the card; what fails here fails again, and is told, in the race."""
+        passes = ("forward",) if which == "forward" else PASSES
+        for stack_name, kernel_name in self._names:
+            stack = self._stacks[stack_name]
+            kernel = stack.kernel(kernel_name)
+            if kernel.refuse(problem, passes) is None:
+                with contextlib.suppress(Exception):
+                    stack.build(kernel, problem, passes)
+
+    @contextlib.contextmanager
+    def _turn(self):
+        """Alone on the machine, as far as processes with the same --turns go."""
+        if not self._turns:
+            yield
+            return
+        with open(self._turns, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            yield
+
+    def _raced(self, spec: ProblemSpec, problem, which: str) -> dict[str, Any]:
+        ready = []
         case = {"pass": which, "contenders": [":".join(name) for name in self._names]}
         case |= {n: getattr(spec, n) for n in ("mask", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype", "seed")}
         environment = {"stacks": {name: stack.environment() for name, stack in self._stacks.items()}}
@@ -147,7 +183,7 @@ def main(argv):
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
-    race = Race(names, values.against, values.rounds, values.seconds, values.warm_up)
+    race = Race(names, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
     with writer:
         for spec in specs:
             for which in passes:

@@ -1,9 +1,11 @@
 """The peers' protocol: all contenders in every round, medians and ratios, refusals kept, both stacks in one process."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -50,6 +52,26 @@ def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
     assert row["status"] == "error" and row["errors"]["torch:naive"]["out"] < 1e-6
 
 
+def test_races_that_share_a_turns_file_do_not_overlap(tmp_path, monkeypatch):
+    at_once, most = [], []
+
+    def raced(self, spec, problem, which):
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.05)
+        at_once.pop()
+        return {}
+
+    monkeypatch.setattr(peers.Race, "_raced", raced)
+    spec = ProblemSpec("causal", 64, q_heads=2, kv_heads=2, head_dim=32)
+    for turns, want in ((str(tmp_path / "turns"), 1), ("", 2)):
+        most.clear()
+        races = [peers.Race([("torch", "naive")], "torch:naive", 1, 0, 0, turns) for _ in range(2)]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda race: race.row(spec, "forward"), races))
+        assert max(most) == want
+
+
 VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"], "heads": ["64:8"], "head_dim": 64,
           "dtype": "bfloat16", "seed": 0, "against": "torch:fa3"}
 
@@ -75,7 +97,7 @@ def test_both_stacks_meet_in_one_process(tmp_path):
     command = [
         sys.executable, "-m", "bench.peers", "--contenders=jax:naive,torch:naive,jax:flashmask",
         "--against=torch:naive", "--masks=causal", "--seqlens=64", "--heads=2:1", "--head_dim=64", "--rounds=1",
-        "--seconds=0", "--warm_up=0", f"--out={out}",
+        "--seconds=0", "--warm_up=0", f"--turns={tmp_path / 'turns'}", f"--out={out}",
     ]
     subprocess.run(command, check=True, timeout=120)
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
