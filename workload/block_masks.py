@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from workload import selection as choose
+from workload.errors import integer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -255,8 +256,7 @@ def _is_uniform(bounds, block):
 
 def _cut(bounds, size):
     """Bounds of the pieces of at most `size` tokens of every block, and the block each piece is from."""
-    if size < 1:
-        raise ValueError(f"block: {size} < 1")
+    integer("block", size, 1)
     heads = []
     for b in bounds:
         pieces = -(-np.diff(b) // size)

@@ -14,6 +14,8 @@ from importlib import resources
 
 import numpy as np
 
+from workload.errors import integer
+
 DATASETS = ("pile", "prolong64k", "prolong512k")
 FORMS = ("counts", "coarse")
 LONG_DOCUMENTS = (8192, 30720)  # tokens, the long half of the paper's distributed mix
@@ -145,8 +147,6 @@ def grouped(lengths: Sequence[int], answers: int | None = None) -> tuple[tuple[i
     >>> grouped([3, 2, 4, 1, 5], answers=2)
     ((3, 2, 4), (1, 5))
     """
-    if answers is not None and answers < 1:
-        raise ValueError(f"answers: {answers} < 1")
-    size = max(1, len(lengths)) if answers is None else answers + 1
+    size = max(1, len(lengths)) if answers is None else integer("answers", answers, 1) + 1
     flat = tuple(int(n) for n in lengths)
     return tuple(flat[at : at + size] for at in range(0, len(flat), size))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from workload.columns import ColumnBounds, column_bounds
+from workload.errors import integer
 from workload.tiles import TileRuns, tile_runs
 
 Intervals = tuple[np.ndarray, np.ndarray]
@@ -165,14 +166,17 @@ def from_intervals(
     """Normalises raw intervals (any order, overlapping, empty or out of range) to an `IntervalMask`.
 
     Args:
-      starts, ends: integer [R, q_len]; end <= start is an empty interval.
+      starts, ends: integer [R, q_len], or [q_len] for R = 1; end <= start is an empty interval.
       kv_len: number of keys; intervals are clipped to it.
+
+    Raises: ValueError on shapes that differ and on what is no integer.
 
     >>> m = from_intervals([[4, 0]], [[9, 0]], 6)
     >>> m.area, m.dense().sum(axis=1).tolist()
     (2, [2, 0])
     """
-    starts, ends = (np.atleast_2d(np.asarray(x)) for x in (starts, ends))
+    starts, ends = (_integers(label, x) for label, x in (("starts", starts), ("ends", ends)))
+    integer("kv_len", kv_len)
     if starts.shape != ends.shape:
         raise ValueError(f"ends: shape {ends.shape} differs from starts' {starts.shape}")
     begins, stops = np.empty(starts.shape, np.int32), np.empty(starts.shape, np.int32)
@@ -181,6 +185,15 @@ def from_intervals(
         begins[rows], stops[rows] = _normalise(starts[rows], ends[rows], kv_len)
     used = max(1, int((stops > begins).any(axis=1).sum()))
     return IntervalMask(begins[:used], stops[:used], kv_len, name, MappingProxyType(dict(params or {})), regular)
+
+
+def _integers(label: str, x) -> np.ndarray:
+    """[R, q_len] or [q_len] as [R, q_len], of integral values."""
+    out = np.atleast_2d(np.asarray(x))
+    whole = out.dtype.kind in "iu" or (out.dtype.kind == "f" and (out == np.floor(out)).all())
+    if out.ndim != 2 or not whole:
+        raise ValueError(f"{label}: must be integers [intervals, q_len], got {out.dtype} {out.shape}")
+    return out
 
 
 def _normalise(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
@@ -243,14 +256,8 @@ def _transpose(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
 
 def _positions(q_len: int, kv_len: int) -> np.ndarray:
     for label, n in (("q_len", q_len), ("kv_len", kv_len)):
-        _count(label, n)
+        integer(label, n)
     return np.arange(q_len, dtype=np.int32) + np.int32(kv_len - q_len)
-
-
-def _count(label: str, value: int, low: int = 0) -> int:
-    if int(value) != value or value < low:
-        raise ValueError(f"{label}: {value!r} is not an integer >= {low}")
-    return int(value)
 
 
 def _lengths(label: str, lengths: Sequence[int], kv_len: int) -> np.ndarray:
@@ -328,7 +335,7 @@ def causal_document(q_len: int, kv_len: int, lengths: Sequence[int]) -> Interval
 
 def full_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees abs(i - j) <= window (inclusive both sides). Area T(2w+1) - w(w+1) for w < T."""
-    p, w = _positions(q_len, kv_len), _count("window", window)
+    p, w = _positions(q_len, kv_len), integer("window", window)
     w32 = min(w, kv_len + q_len)
     regular = Regular(window=(w, w))
     return _make("full_sliding_window", p, kv_len, [(p - w32, p + w32 + 1)], regular=regular, window=w)
@@ -336,7 +343,7 @@ def full_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
 
 def causal_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees 0 <= i - j <= window (window + 1 tokens). Area T(w+1) - w(w+1)/2 for w < T."""
-    p, w = _positions(q_len, kv_len), _count("window", window)
+    p, w = _positions(q_len, kv_len), integer("window", window)
     regular = Regular(causal=True, window=(w, 0))
     return _make(
         "causal_sliding_window", p, kv_len, [(p - min(w, kv_len + q_len), p + 1)], regular=regular, window=w
@@ -364,7 +371,7 @@ def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) ->
 
 def global_sliding_window(q_len: int, kv_len: int, global_tokens: int, window: int) -> IntervalMask:
     """Row i sees j iff i < g or j < g or abs(i - j) <= window."""
-    p, g, w = _positions(q_len, kv_len), _count("global_tokens", global_tokens), _count("window", window)
+    p, g, w = _positions(q_len, kv_len), integer("global_tokens", global_tokens), integer("window", window)
     w32 = min(w, kv_len + q_len)
     first = np.where(p < g, kv_len, min(g, kv_len))
     pairs = [(0, first), (p - w32, p + w32 + 1)]
@@ -381,14 +388,14 @@ def causal_blockwise(q_len: int, kv_len: int, blocks: Sequence[int]) -> Interval
 
 def prefix_lm_causal(q_len: int, kv_len: int, prefix: int) -> IntervalMask:
     """Row i sees j <= i or j < prefix."""
-    p, n = _positions(q_len, kv_len), _count("prefix", prefix)
+    p, n = _positions(q_len, kv_len), integer("prefix", prefix)
     return _make("prefix_lm_causal", p, kv_len, [(0, np.maximum(p + 1, min(n, kv_len)))], prefix=n)
 
 
 def prefix_lm_document(q_len: int, kv_len: int, lengths: Sequence[int], prefixes: Sequence[int]) -> IntervalMask:
     """Prefix LM inside each document, which has a prefix length of its own, 0 <= prefix <= length."""
     p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
-    prefixes = np.asarray(prefixes, np.int64)
+    prefixes = _integers("prefixes", prefixes)[0].astype(np.int64)
     if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
         raise ValueError("prefixes: one per document, 0 <= prefix <= length")
     index, s, _ = _segments(lengths, p)
@@ -400,7 +407,7 @@ def prefix_lm_document(q_len: int, kv_len: int, lengths: Sequence[int], prefixes
 def block_causal_document(q_len: int, kv_len: int, lengths: Sequence[int], block: int) -> IntervalMask:
     """Inside a document, row i sees every block up to and with its own (blocks count from its start)."""
     p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
-    b = _count("block", block, low=1)
+    b = integer("block", block, low=1)
     _, s, e = _segments(lengths, p)
     end = s + ((np.maximum(p, 0) - s).astype(np.int64) // b + 1) * b
     return _make("block_causal_document", p, kv_len, [(s, np.minimum(end, e))], lengths=lengths, block=b)

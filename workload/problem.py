@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 from workload.block_masks import BlockMask
+from workload.errors import integer
 from workload.masks import IntervalMask
 
 PASSES = ("forward", "backward")
@@ -23,12 +24,25 @@ def check_operands(kinds: tuple[type[Any], ...], **operands: Any) -> None:
       kinds: what the stack takes for a tensor; operands: by name, for the message.
     """
     for name, x in operands.items():
-        if not isinstance(x, kinds):
-            wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-            raise TypeError(f"{name}: {type(x).__module__}.{type(x).__qualname__} is no {wanted}")
+        _check_kind(kinds, name, x)
         shape = tuple(x.shape)
         if len(shape) != 4:
             raise ValueError(f"{name}: shape {shape} is not [batch, seq, heads, head_dim]")
+
+
+def check_tokens(kinds: tuple[type[Any], ...], x: Any, tokens: int, holder: str) -> None:
+    """Refuses what is no tensor of a stack (TypeError) or not [batch, tokens, ...] (ValueError naming the holder)."""
+    _check_kind(kinds, "x", x)
+    if len(x.shape) < 2:
+        raise ValueError(f"x: shape {tuple(x.shape)} is not [batch, tokens, ...]")
+    if x.shape[1] != tokens:
+        raise ValueError(f"x: {x.shape[1]} tokens, {holder} {tokens}")
+
+
+def _check_kind(kinds, name, x) -> None:
+    if not isinstance(x, kinds):
+        wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        raise TypeError(f"{name}: {type(x).__module__}.{type(x).__qualname__} is no {wanted}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,9 +73,7 @@ class AttentionProblem:
         if not isinstance(self.mask, IntervalMask | BlockMask):
             raise ValueError(f"mask: {type(self.mask).__name__} is neither an IntervalMask nor a BlockMask")
         for name in ("batch", "q_heads", "kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if int(value) != value or value < 1:
-                raise ValueError(f"{name}: {value!r} is not a positive integer")
+            integer(name, getattr(self, name), 1)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads} does not divide q_heads {self.q_heads}")
         if self.dtype not in ITEM_BYTES:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from workload.errors import integer
+
 CHUNK_CELLS = 1 << 22  # scores that are ranked at a time
 FEATURES = 64  # head_dim of the features that importance pools where the caller has no tensors
 
@@ -12,10 +14,8 @@ def uniform_bounds(length: int, block: int) -> np.ndarray:
     >>> uniform_bounds(10, 4).tolist()
     [0, 4, 8, 10]
     """
-    if block < 1:
-        raise ValueError(f"block: {block} < 1")
-    if length < 1:
-        raise ValueError(f"length: {length} < 1")
+    integer("block", block, 1)
+    integer("length", length, 1)
     return np.minimum(np.arange(-(-length // block) + 1) * block, length).astype(np.int32)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from workload.errors import integer
 from workload.topology import Topology
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
@@ -121,8 +122,7 @@ def make_sharding(
     if kind not in KINDS:
         raise ValueError(f"sharding: {kind!r} is none of {', '.join(KINDS)}")
     for label, n, low in (("total", total, 0), ("granule", granule, 1), ("chunks", chunks, 1)):
-        if n < low:
-            raise ValueError(f"{label}: {n} < {low}")
+        integer(label, n, low)
     ring = topology.ring
     if kind == "balanced":
         if mask is None:

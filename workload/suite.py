@@ -8,6 +8,7 @@ import numpy as np
 
 from workload import block_masks, documents, masks
 from workload.block_masks import BlockMask
+from workload.errors import integer
 from workload.masks import IntervalMask
 
 DYNAMIC_BUILDERS = {f.__name__: f for f in (block_masks.uniform_block, block_masks.variable_block)}
@@ -57,8 +58,8 @@ class SuiteSettings:
                 raise ValueError(f"{name}: {value} is not within [0, 1]")
         for name, low in (("window", 0), ("block", 1), ("answers", 1), ("sparse_block", 1), ("sparse_minimum", 1)):
             value = getattr(self, name)
-            if value is not None and (int(value) != value or value < low):
-                raise ValueError(f"{name}: {value!r} is not an integer >= {low}")
+            if value is not None:
+                integer(name, value, low)
         if isinstance(self.documents, str) and self.documents not in ("auto", *documents.DATASETS):
             raise ValueError(f"documents: {self.documents!r} is none of auto, {', '.join(documents.DATASETS)}")
 

@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from workload.errors import integer
+
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CHUNK_ROWS = 1 << 16  # rows that are taken at a time: temporaries stay small and in cache
 
@@ -80,8 +82,7 @@ def tile_runs(starts: np.ndarray, ends: np.ndarray, kv_len: int, tile_q: int, ti
       tile_q, tile_k: tile sizes, >= 1.
     """
     for label, n in (("tile_q", tile_q), ("tile_k", tile_k)):
-        if n < 1:
-            raise ValueError(f"{label}: {n} < 1")
+        integer(label, n, 1)
     k_tiles = -(-kv_len // tile_k)
     step = max(1, CHUNK_ROWS // tile_q) * tile_q
     chunks = [

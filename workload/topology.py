@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from workload.errors import Unsupported
+from workload.errors import Unsupported, integer
 
 SCHEMES = ("ulysses", "ring", "all_gather", "usp", "loongtrain")
 
@@ -46,8 +46,7 @@ class Topology:
 
     def __post_init__(self):
         for name in ("world", "ulysses", "window", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} < 1")
+            integer(name, getattr(self, name), 1)
         if self.world % self.ulysses:
             raise Unsupported("topology", f"ulysses degree {self.ulysses} does not divide world {self.world}")
         if self.ring % self.window:
@@ -121,6 +120,9 @@ def make_topology(
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: {scheme!r} is none of {', '.join(SCHEMES)}")
+    for label, n in (("world", world), ("ulysses", ulysses), ("window", window), ("ranks_per_node", ranks_per_node)):
+        if n is not None:
+            integer(label, n, 1)
     fixed = {"ulysses": world, "ring": 1}.get(scheme)
     if fixed is not None and ulysses not in (None, fixed):
         raise Unsupported(scheme, f"ulysses {ulysses}: the scheme has {fixed} at world {world}")

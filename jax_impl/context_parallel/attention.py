@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.context_parallel import head_groups
 from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_operands
+from workload.problem import AttentionProblem, check_operands, check_tokens
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -55,8 +55,7 @@ def shard(x, plan: Plan, side: str = "q"):
     is zero.
     """
     at, program = _positions(plan, side), plan.program
-    if x.shape[1] != _total(plan, side):
-        raise ValueError(f"x: {x.shape[1]} tokens, the plan's are {_total(plan, side)}")
+    check_tokens((jax.Array, np.ndarray), x, _total(plan, side), "the plan's are")
     sharding = NamedSharding(program.mesh, program.spec())
     if isinstance(x, np.ndarray):
         order = _on_host(at)
@@ -69,8 +68,7 @@ def shard(x, plan: Plan, side: str = "q"):
 def unshard(x, plan: Plan, side: str = "q"):
     """The inverse of `shard`: [batch, world * length, ...] to [batch, total, ...], on every device."""
     at = _positions(plan, side)
-    if x.shape[1] != len(at):
-        raise ValueError(f"x: {x.shape[1]} tokens, the plan's ranks hold {len(at)}")
+    check_tokens((jax.Array, np.ndarray), x, len(at), "the plan's ranks hold")
     return _unsharding(_total(plan, side), plan.program.mesh)(x, at)
 
 
@@ -125,6 +123,7 @@ def _on_host(x) -> np.ndarray:
 
 
 def _check(q, k, v, program: Program) -> None:
+    check_operands((jax.Array, np.ndarray), q=q, k=k, v=v)
     signature = program.signature
     world, heads = signature.topology.world, signature.heads
     batch = signature.batch * batch_groups(program.mesh, program.batch_axes)

@@ -103,7 +103,7 @@ def make_plan(
     """
     batch_groups(mesh, batch_axes)
     topology = _topology(scheme, mesh, window, ranks_per_node)
-    if isinstance(sharding, str):
+    if not isinstance(sharding, tuple):
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
     schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
     kernel = kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)

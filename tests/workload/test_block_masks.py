@@ -246,8 +246,8 @@ def test_one_list_serves_all_heads():
 @pytest.mark.parametrize(
     "call,message",
     [
-        (lambda: uniform_block(8, 8, 1, 0, 0.5), "block: 0 < 1"),
-        (lambda: uniform_block(0, 8, 1, 4, 0.5), "length: 0 < 1"),
+        (lambda: uniform_block(8, 8, 1, 0, 0.5), "block: 0 is not an integer >= 1"),
+        (lambda: uniform_block(0, 8, 1, 4, 0.5), "length: 0 is not an integer >= 1"),
         (lambda: uniform_block(8, 8, 1, 4, 0.0), r"density: 0.0 is not within \(0, 1\]"),
         (lambda: uniform_block(8, 8, 1, 4), "density, top_p: give exactly one"),
         (lambda: uniform_block(8, 8, 1, 4, 0.5, top_p=0.5), "density, top_p: give exactly one"),
@@ -259,7 +259,7 @@ def test_one_list_serves_all_heads():
         (lambda: from_bitmap(np.ones((1, 2, 1)), [[0, 9, 8]], [[0, 8]]), "q_bounds: rows must ascend from 0 to 8"),
         (lambda: from_scores(np.full((1, 1, 1), np.nan), [[0, 8]], [[0, 8]], density=0.5), "scores: NaN among them"),
         (lambda: uniform_block(8, 9, 1, 4, 0.5).restrict([0, 8], [0]), "q_positions: must be strictly ascending"),
-        (lambda: uniform_block(8, 9, 1, 4, 0.5).refine(0), "block: 0 < 1"),
+        (lambda: uniform_block(8, 9, 1, 4, 0.5).refine(0), "block: 0 is not an integer >= 1"),
         (lambda: dataclasses.replace(uniform_block(8, 8, 1, 4, 0.5), counts=np.ones((2, 2))), "indices: shape"),
     ],
 )

@@ -253,6 +253,8 @@ def test_lengths_of_any_integer_type(kind):
         ("full_document", {"lengths": []}, "lengths: must be >= 0 and sum to kv_len 8, sum is 0"),
         ("causal_sliding_window", {"window": -1}, "window: -1 is not an integer >= 0"),
         ("full_sliding_window", {"window": 1.5}, "window: 1.5 is not an integer >= 0"),
+        ("full_sliding_window", {"window": None}, "window: None is not an integer >= 0"),
+        ("prefix_lm_document", {"lengths": [3, 5], "prefixes": [1.5, 2]}, "prefixes: must be integers"),
         ("global_sliding_window", {"global_tokens": -2, "window": 1}, "global_tokens: -2"),
         ("prefix_lm_document", {"lengths": [3, 5], "prefixes": [4, 0]}, "prefixes: one per document"),
         ("prefix_lm_document", {"lengths": [3, 5], "prefixes": [1]}, "prefixes: one per document"),
@@ -265,6 +267,14 @@ def test_wrong_parameters_are_refused_by_name(name, parameters, message):
     """H7, L6: a length that does not fit is an error that names the argument."""
     with pytest.raises(ValueError, match=message):
         masks.STATIC_MASKS[name](8, 8, **parameters)
+
+
+@pytest.mark.parametrize("starts,ends,message", [
+    ([[0.5] * 4], [[3] * 4], "starts: must be integers"), ([[0] * 4], [[3] * 5], "ends: shape"),
+    ([[0] * 4], [[[3] * 4]], "ends: must be integers"), ([[0] * 4], None, "ends: must be integers")])
+def test_intervals_that_are_none_are_refused_by_name(starts, ends, message):
+    with pytest.raises(ValueError, match=message):
+        masks.from_intervals(starts, ends, 8)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_default_scale_is_of_the_head_width():
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"batch": 0}, "batch: 0 is not a positive integer"),
+        ({"batch": 0}, "batch: 0 is not an integer >= 1"),
         ({"q_heads": 6, "kv_heads": 4}, "kv_heads: 4 does not divide q_heads 6"),
         ({"dtype": "int8"}, "dtype: 'int8' is none of"),
         ({"scale": float("nan")}, "scale: nan is not a finite number"),

@@ -8,7 +8,7 @@ from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_operands
+from workload.problem import AttentionProblem, check_operands, check_tokens
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -47,16 +47,14 @@ def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
       side: "q" or "kv": whose sharding (they differ where q_len != kv_len).
     """
     at, total = positions(plan, side), _total(plan, side)
-    if x.shape[1] != total:
-        raise ValueError(f"x: {x.shape[1]} tokens, the plan's are {total}")
+    check_tokens((torch.Tensor,), x, total, "the plan's are")
     held = (at >= 0).reshape(-1, *[1] * (x.ndim - 2)).to(x.device)
     return x.index_select(1, at.clamp(min=0).to(x.device)).masked_fill(~held, 0)
 
 
 def unshard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """The inverse of `shard`: every rank's [batch, length, ...] to [batch, total, ...] on every rank; no gradient."""
-    if x.shape[1] != len(positions(plan, side)):
-        raise ValueError(f"x: {x.shape[1]} tokens, the plan's rank holds {len(positions(plan, side))}")
+    check_tokens((torch.Tensor,), x, len(positions(plan, side)), "the plan's rank holds")
     with torch.no_grad():
         world = plan.local.mesh.world
         at = world.all_gather(positions(plan, side), "unshard: positions").wait().flatten()
@@ -146,6 +144,7 @@ def _total(plan: Plan, side: str) -> int:
 
 
 def _check(q, k, v, plan: Plan) -> None:
+    check_operands((torch.Tensor,), q=q, k=k, v=v)
     signature, heads = plan.local.signature, plan.local.signature.heads
     rows = (signature.batch, signature.q_length, heads.q_heads, signature.head_dim)
     keys = (signature.batch, signature.kv_length, heads.kv_heads, signature.head_dim)

@@ -15,6 +15,7 @@ class Ranks(Protocol):
     """Where a rank gets its communicators from: a job of processes (`Job`) or threads (`threads.ThreadRanks`)."""
 
     device: torch.device
+    world: int
 
     def communicator(self, rank: int, groups: Sequence[Sequence[int]], name: str) -> Communicator | None:
         """A rank's communicator in the one of these disjoint groups that it is in, None where it is in none.
@@ -127,8 +128,12 @@ class Mesh:
 def make_mesh(topology: Topology, ranks: Ranks, rank: int) -> Mesh | None:
     """The mesh of a topology over the first `topology.world` ranks of a job; None for a rank that is not among them.
 
-    All ranks of the job call it, with equal topologies, in one order: groups are made by all.
+    All ranks of the job call it, with equal topologies, in one order: groups are made by all. ValueError where the job
+    has fewer ranks.
     """
+    if ranks.world < topology.world:
+        raise ValueError(f"ranks: {ranks.world} for world {topology.world}")
+
     def connect(groups, name="main"):
         return ranks.communicator(rank, groups, name)
 

@@ -50,7 +50,7 @@ def make_plan(
     topology = _topology(scheme, mesh, window)
     if topology.window != mesh.topology.window:
         mesh = mesh.windowed(topology.window)
-    if isinstance(sharding, str):
+    if not isinstance(sharding, tuple):
         sharding = shardings(sharding, problem.mask, topology, granule=granule)
     schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
     return plan_of(schedule, mesh, kernel or default_kernel(problem.mask, mesh.device.type), head_groups)

@@ -9,6 +9,7 @@ import pytest
 
 from jax_impl import kernels
 from jax_impl.context_parallel import merge as module
+from jax_impl.context_parallel.local import running
 from jax_impl.context_parallel.merge import empty, merge
 from parity.compare import relative_error
 from workload.masks import causal_document
@@ -80,3 +81,16 @@ def test_many_parts_lose_no_more_than_the_whole():
                                         out_dtype=jnp.float32))
     error, unsplit = (relative_error(x, want) for x in (got[0].astype(jnp.bfloat16), whole))
     assert 0 < error <= 2 * unsplit < 0.02
+
+
+def test_what_a_step_makes_of_half_precision_operands_is_float32():
+    """C1: neither out, dq, dk nor dv of some keys is rounded before those of the others are added."""
+    kernel, problem = kernels.get("naive"), AttentionProblem(causal_document(16, 24, (9, 15)), 1, 2, 1, 8, "bfloat16")
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(s), "bfloat16") for s in (problem.q_shape, *[problem.kv_shape] * 2))
+    operands, walk = kernel.prepare(problem), running(kernel)
+    out, lse = walk.result(walk.forward(None, q, k, v, operands, problem.scale), q)
+    delta = jnp.zeros(lse.shape, jnp.float32)
+    grads = walk.backward(None, q, k, v, out.astype(q.dtype), lse, q, operands, problem.scale, delta=delta)
+    for x in (out, *grads):
+        assert x.dtype == jnp.float32 and (x != x.astype(jnp.bfloat16)).any()

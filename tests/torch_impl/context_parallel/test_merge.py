@@ -10,6 +10,7 @@ import torch
 from parity.compare import relative_error
 from torch_impl import kernels
 from torch_impl.context_parallel import merge as module
+from torch_impl.context_parallel.local import running
 from torch_impl.context_parallel.merge import empty, merge
 from torch_impl.kernels import triton_support
 from workload.masks import causal_document
@@ -125,3 +126,16 @@ def test_fused_pass_refuses_what_it_would_read_wrongly():
     a, b = drawn(10), drawn(11)
     with pytest.raises(ValueError, match="contiguous"):
         merge_into(*a, b[0].transpose(1, 2).contiguous().transpose(1, 2), b[1])
+
+
+def test_what_a_step_makes_of_half_precision_operands_is_float32():
+    """C1: neither out, dq, dk nor dv of some keys is rounded before those of the others are added."""
+    kernel, problem = kernels.get("naive"), AttentionProblem(causal_document(16, 24, (9, 15)), 1, 2, 1, 8, "bfloat16")
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(s, generator=g).bfloat16() for s in (problem.q_shape, *[problem.kv_shape] * 2))
+    operands, walk = kernel.prepare(problem), running(kernel)
+    out, lse = walk.result(walk.forward(None, q, k, v, operands, problem.scale), q)
+    delta = torch.zeros(lse.shape)
+    grads = walk.backward(None, q, k, v, out.bfloat16(), lse, q, operands, problem.scale, delta=delta)
+    for x in (out, *grads):
+        assert x.dtype == torch.float32 and (x != x.bfloat16()).any()

@@ -280,13 +280,23 @@ def test_operands_that_do_not_fit_the_plan(change, message):
 @pytest.mark.parametrize("call,message", [
     (lambda x, plan: context_parallel.shard(x, plan), "x: 5 tokens"),
     (lambda x, plan: context_parallel.unshard(x, plan), "x: 5 tokens"),
+    (lambda x, plan: context_parallel.shard(x[0, :, 0, 0], plan), "x: shape"),
+    (lambda x, plan: context_parallel.shard(x.numpy(), plan), "x: numpy.ndarray is no torch.Tensor"),
+    (lambda x, plan: context_parallel.attend(x.numpy(), x, x, plan), "q: numpy.ndarray is no torch.Tensor"),
     (lambda x, plan: context_parallel.positions(plan, "k"), "side: 'k'"),
+    (lambda x, plan: context_parallel.make_plan(
+        AttentionProblem(masks.full(4, 4)), scheme="ring", mesh=plan.local.mesh, sharding=None), "sharding: None"),
     (lambda x, plan: context_parallel.make_plan(plan, scheme="ring", mesh=None), "mesh: NoneType"),
 ])
 def test_bad_arguments_beside_the_operands_are_named(call, message):
     problem = AttentionProblem(masks.full(4, 4), 1, 4, 4, 2, "float32")
     with pytest.raises(RuntimeError, match=message):
         on_ranks("ring", 1, {}, problem, lambda plan: call(torch.zeros(1, 5, 4, 2), plan))
+
+
+def test_a_mesh_of_more_ranks_than_the_job_has():
+    with pytest.raises(ValueError, match="ranks: 2 for world 4"):
+        context_parallel.make_mesh(make_topology("ring", 4), ThreadRanks(2), 0)
 
 
 def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
