@@ -1,4 +1,4 @@
-"""Float32 tiles of dq on their way to device memory, in the order in which a warpgroup's registers hold them.
+"""Float32 tiles on their way to sums in device memory, in the order in which a warpgroup's registers hold them.
 
 A tile of 64 rows lies there as the threads do, four numbers each, so that it is staged without conflicts and added as
 one run of memory. `natural` brings such tiles back into rows and columns.
@@ -7,6 +7,7 @@ one run of memory. `natural` brings such tiles back into rows and columns.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -17,6 +18,7 @@ from jax_impl.kernels.hopper_masks import TILE
 ROWS = 64
 THREADS = 128
 RUN = 256  # numbers of a row of the rearranged tile
+PART = 64  # columns that are staged at a time
 
 
 def register_shape(columns: int) -> tuple[int, int]:
@@ -39,6 +41,24 @@ def in_register_order(x: jax.Array) -> jax.Array:
             _registers=np.array(fours, dtype=object), _layout=mosaic.WGStridedFragLayout(shape, 4), _is_signed=None)
 
     return rearranged(x)
+
+
+def add(x: jax.Array, staging, target, pending: int = 0):
+    """Adds float32 [64, columns] in wgmma's layout to device memory, by way of `staging` of its `register_shape`.
+
+    pending: younger additions than the one that last used this staging.
+    """
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    staging[...] = in_register_order(x)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+
+def add_by_parts(x: jax.Array, staging, target):
+    """As `add`, with a staging of PART columns."""
+    rows = register_shape(PART)[0]
+    for part in range(x.shape[1] // PART):
+        add(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
 
 
 def natural(tiles: jax.Array) -> jax.Array:

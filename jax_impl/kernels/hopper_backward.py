@@ -4,8 +4,8 @@ A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv o
 their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
 memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
 (FlashAttention-3's backward, Shah et al., 2024, appendix B.1). lse and delta are added to the logits and their
-gradients by the tensor cores (`_statistics`). Without dq the same kernel is the deterministic one: nothing is added in
-an order of chance, and hopper_dq.py computes dq on its own.
+gradients by the tensor cores (hopper_statistics.py). Without dq the same kernel is the deterministic one: nothing is
+added in an order of chance, and hopper_dq.py computes dq on its own.
 """
 
 import dataclasses
@@ -28,11 +28,10 @@ from jax_impl.kernels.hopper_forward import (
     value_tiles,
 )
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
+from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
 ROWS = 64
-TERMS = 16  # of a row of statistics, the least depth of a product: three for lse, three for delta
-HUGE = 1e30  # stands in for infinity where zero times it has to be zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ def key_major(
                        padded // tiles.row_tokens, q.dtype, grad_dtype, with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
-    statistics = _statistics(None if policy.changes_scores else lse * (-1.0 / (scale * LOG2E)), -delta)
+    sums_of_terms = statistics(None if policy.changes_scores else lse * (-1.0 / (scale * LOG2E)), -delta)
     scratch = {
         "k_s": shared_tile((tiles.row_tokens, dim), dtype),
         "v_s": shared_tile((tiles.row_tokens, dim), dtype),
@@ -124,27 +123,9 @@ def key_major(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_key_major",
-    )(q, k, v, dout, lse, statistics, *buffers, *policy.operands())
+    )(q, k, v, dout, lse, sums_of_terms, *buffers, *policy.operands())
     dq, *sums = (x[...] for x in buffers) if with_dq else (None,)
     return dq, *(x[:, :kv_len].astype(grad_dtype) for x in sums or grads)
-
-
-def _statistics(*vectors):
-    """Float32 vectors [..., n], or None for zeros, as sums of three bfloat16 terms each: [..., n, TERMS].
-
-    A product with them adds a vector to every row of a tile in the tensor cores, where loading it would cost as many
-    cycles of shared memory as the queries' tile does.
-    """
-    shape = next(x.shape for x in vectors if x is not None)
-    terms = []
-    for x in vectors:
-        rest = jnp.zeros(shape, jnp.float32) if x is None else jnp.clip(x, -HUGE, HUGE)
-        for _ in range(3):
-            term = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-            terms.append(term.astype(jnp.bfloat16))
-            rest = rest - term
-    terms += [jnp.zeros(shape, jnp.bfloat16)] * (TERMS - len(terms))
-    return jnp.stack(terms, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,12 +254,6 @@ class _Scratch:
     ds_ready: jax.Ref | None = None
 
 
-def _ones(vector: int):
-    """Left operand of a product with statistics that adds their vector of this number to every row of a tile."""
-    term = plgpu.broadcasted_iota(jnp.int32, (ROWS, TERMS), 1, layout=TILE)
-    return ((term >= 3 * vector) & (term < 3 * vector + 3)).astype(jnp.bfloat16)
-
-
 def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
     """Loads the keys and values once, then keeps the rings of queries and douts full."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
@@ -401,14 +376,14 @@ class _Consumer:
     def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
         """Probabilities and gradients of the logits, [keys, queries], in the operands' dtype."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
-        statistics = s.statistics_s.at[slot].transpose((1, 0))
+        vectors = s.statistics_s.at[slot].transpose((1, 0))
         plgpu.barrier_wait(s.q_ready.at[slot])
         plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
         if not policy.changes_scores:
-            plgpu.wgmma(s_ref, _ones(0), statistics)
+            plgpu.wgmma(s_ref, ones(0), vectors)
         plgpu.barrier_wait(s.do_ready.at[slot])
         plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
-        plgpu.wgmma(dp_ref, _ones(1), statistics)
+        plgpu.wgmma(dp_ref, ones(1), vectors)
         key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
         place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
         if masked or policy.changes_scores:

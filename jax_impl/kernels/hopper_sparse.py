@@ -53,7 +53,7 @@ class SparseOperands:
 
 def default_schedules(head_dim: int, wide: bool) -> SparseSchedules:
     """The schedules that measured best (bench/results/NOTES.md); tiles of head_dim 64 are half as large."""
-    forward, backward = (6, (5, 3)) if head_dim == 128 else (12, (10, 6))
+    forward, backward = (6, (4, 3)) if head_dim == 128 else (12, (8, 6))
     tiles = SparseBackwardTiles(PairTiles(backward[0]), RoleTiles(backward[1]))
     return SparseSchedules(SparseTiles(1 if wide else 2, forward), tiles)
 
@@ -107,7 +107,8 @@ def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
 def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract.
 
-    dq is summed by additions in an order of chance; dk and dv are the same bits every time.
+    dq is summed by additions in an order of chance, and so are dk and dv of grouped heads; without groups they are the
+    same bits every time.
     """
     grad_dtype = jnp.dtype(grad_dtype or q.dtype)
     if not q.size or not k.size:

@@ -6,25 +6,35 @@ many, what a tile sees alone (hopper_sparse_roles.py) all of them. Blocks of 128
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from jax_impl.kernels.hopper_add import natural, register_shape
-from jax_impl.kernels.hopper_forward import heads_side_by_side, round_up
+from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up
 from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_sparse_forward import ROWS
+from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles, pairs_backward
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles, roles_backward
+from jax_impl.kernels.hopper_statistics import statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseBackwardTiles:
-    """The schedules, and how much cache the queries, douts and float32 dq of the heads side by side may take."""
+    """The schedules.
+
+    Attributes:
+      pairs, roles: of the two kernels.
+      l2_bytes: cache that the queries, douts and float32 dq of the heads side by side may take.
+      split: thread blocks that the query heads of a tile's group are divided among; one for each head by default. They
+        add to float32 dk and dv.
+    """
 
     pairs: PairTiles = PairTiles()
     roles: RoleTiles = RoleTiles()
     l2_bytes: int = 32 << 20
+    split: int | None = None
 
 
 def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> int:
@@ -52,13 +62,31 @@ def sparse_backward(
     Returns: dq float32 [batch, whole pieces, q_heads, head_dim]; dk, dv [batch, whole tiles, kv_heads, head_dim].
     """
     batch, q_len, q_heads, dim = q.shape
-    pieces, grad_dtype = round_up(q_len, ROWS) // ROWS, jnp.dtype(grad_dtype)
-    side = kv_heads_in_cache(q_len, k.shape[2], dim, tiles.l2_bytes)
-    dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
-    arrays = (q, k, v, dout, lse, delta, dq)
+    kv_heads, pieces, grad_dtype = k.shape[2], round_up(q_len, ROWS) // ROWS, jnp.dtype(grad_dtype)
+    group = q_heads // kv_heads
+    split, side = math.gcd(tiles.split or group, group), kv_heads_in_cache(q_len, kv_heads, dim, tiles.l2_bytes)
+
+    def grid(lists: Lists) -> KeyGrid:
+        return KeyGrid(batch, kv_heads, lists.tiles, group, split, side, lists.heads)
+
+    def cleared(tiles: int) -> jax.Ref:
+        return jax.new_ref(jnp.zeros((batch, tiles, *register_shape(dim)), jnp.float32))
+
+    dq, lse, delta = cleared(q_heads * pieces), -lse / (scale * LOG2E), -delta
+    key_tiles = shared.tiles * shared.rows // ROWS
+    sums = tuple(cleared(kv_heads * key_tiles) for _ in range(2 if split > 1 else 0))
     part = grad_dtype if apart is None else jnp.dtype(jnp.float32)
-    grads = pairs_backward(*arrays, shared, scale, tiles.pairs, side, grad_dtype=part)
+    grads = pairs_backward(
+        q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part, sums=sums)
     if apart is not None:
-        grads = roles_backward(*arrays, apart, grads, scale, tiles.roles, side, grad_dtype=grad_dtype)
-    dq = natural(dq[...]).reshape(batch, q_heads, pieces * ROWS, dim)
-    return dq.swapaxes(1, 2), *grads
+        grads = roles_backward(
+            q, k, v, dout, statistics(lse, delta), dq, apart, scale, tiles.roles, grid(apart), grad_dtype=grad_dtype,
+            before=grads, sums=sums)
+    if sums:
+        grads = [_by_token(x[...], kv_heads, key_tiles).astype(grad_dtype) for x in sums]
+    return _by_token(dq[...], q_heads, pieces), *grads
+
+
+def _by_token(tiles, heads: int, per_head: int):
+    """[batch, heads * per_head, *register_shape(head_dim)] as [batch, tokens, heads, head_dim]."""
+    return natural(tiles).reshape(tiles.shape[0], heads, per_head * ROWS, -1).swapaxes(1, 2)

@@ -177,12 +177,43 @@ def row_tile(refs: ListRefs, head, place):
     return jnp.where(chosen == 0, place, chosen - 1)
 
 
-def key_walk(refs: ListRefs, side: int, kv_heads: int, mask_heads: int):
-    """(batch entry, kv head, its walk) of a thread block whose grid is batch, section, place and side."""
-    kv_head = lax.axis_index("section") * side + lax.axis_index("side")
-    mask_head = lax.div(kv_head * mask_heads, jnp.int32(kv_heads))
-    walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
-    return lax.axis_index("batch"), kv_head, walk
+@dataclasses.dataclass(frozen=True)
+class KeyGrid:
+    """Which keys and query heads each thread block of a backward kernel takes.
+
+    Attributes:
+      batch, kv_heads, tiles: how many there are, tiles of keys.
+      group: query heads of a kv head; split: thread blocks that they are divided among.
+      side: kv heads that run side by side.
+      mask_heads: masks held.
+    """
+
+    batch: int
+    kv_heads: int
+    tiles: int
+    group: int
+    split: int
+    side: int
+    mask_heads: int
+
+    names = ("batch", "section", "part", "place", "side")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's grid."""
+        return self.batch, self.kv_heads // self.side, self.split, self.tiles, self.side
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a thread block."""
+        return self.group // self.split
+
+    def here(self, refs: ListRefs):
+        """(batch entry, kv head, first query head, walk) of this thread block."""
+        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
+        mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
+        walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
+        return lax.axis_index("batch"), kv_head, kv_head * self.group + lax.axis_index("part") * self.heads, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import in_register_order, register_shape
+from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
-from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, ListRefs, Walk, key_walk
-
-PART = 64  # features of dq that are staged at a time
+from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, KeyGrid, ListRefs, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +30,26 @@ class PairTiles:
       registers: of a consumer and of the producer thread.
     """
 
-    slots: int = 5
+    slots: int = 4
     registers: tuple[int, int] = (240, 24)
 
 
 def pairs_backward(
-    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, side: int, *, grad_dtype
+    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, grid: KeyGrid, *, grad_dtype, sums=()
 ):
     """dk and dv of the lists, whose rows are 128 keys; see `hopper_sparse_backward.sparse_backward`.
 
     Args:
+      lse, delta: float32 [batch, q_heads, whole pieces], both negative, lse in units of the logits.
       dq: a reference to float32 [batch, q_heads * pieces, *register_shape(head_dim)], to which dq is added.
-      side: kv heads that run side by side.
+      grid: of the thread blocks.
+      sums: references to float32 [batch, kv_heads * 2 tiles, *register_shape(head_dim)], to which dk and dv are added
+        instead of being returned; wanted where the grid divides a group's heads.
     """
     batch, _, q_heads, dim = q.shape
-    kv_heads, dtype, slots, bar = k.shape[2], q.dtype, tiles.slots, plgpu.Barrier
-    pieces = dq.shape[1] // q_heads
-    kernel = _Pairs(tiles, scale, q_heads // kv_heads, kv_heads, dim, side, lists.heads, pieces, dtype, grad_dtype)
-    grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, kv_heads, dim), grad_dtype)
+    dtype, slots, bar = q.dtype, tiles.slots, plgpu.Barrier
+    kernel = _Pairs(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, bool(sums))
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, grid.kv_heads, dim), grad_dtype)
     scratch = {
         "k_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
         "v_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
@@ -66,15 +66,15 @@ def pairs_backward(
         scratch["ds_ready"] = bar(num_arrivals=CONSUMERS)
     return plgpu.kernel(
         kernel.body,
-        out_type=[grad, grad],
+        out_type=[] if sums else [grad, grad],
         scratch_types=scratch,
-        grid=(batch, kv_heads // side, lists.tiles, side),
-        grid_names=("batch", "section", "place", "side"),
+        grid=grid.shape,
+        grid_names=grid.names,
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_pairs",
-    )(q, k, v, dout, -lse / (scale * LOG2E), -delta, dq, *lists.operands())
+    )(q, k, v, dout, lse, delta, dq, *lists.operands(), *sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +109,12 @@ class _Pairs:
 
     tiles: PairTiles
     scale: float
-    group: int
-    kv_heads: int
+    grid: KeyGrid
     dim: int
-    side: int
-    mask_heads: int
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
+    summed: bool
 
     @property
     def halves(self) -> bool:
@@ -124,24 +122,22 @@ class _Pairs:
         return self.dim == CONSUMERS * PART
 
     def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
-        """One thread block: two tiles of keys of one kv head, over all query heads of its group."""
+        """One thread block: two tiles of keys of one kv head, over all query heads of its share of the group."""
         *lists, dk_g, dv_g = refs
         s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
-        batch, kv_head, walk = key_walk(refs, self.side, self.kv_heads, self.mask_heads)
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walk, batch, kv_head))
+        here, warpgroup = self.grid.here(refs), lax.axis_index("warpgroup")
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, *here))
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
-            _Consumer(self, s, walk, batch, kv_head, warpgroup).run()
+            _Consumer(self, s, *here, warpgroup).run()
 
 
-def _produce(kernel: _Pairs, s: _Scratch, walk: Walk, batch, kv_head):
+def _produce(kernel: _Pairs, s: _Scratch, batch, kv_head, q_head, walk: Walk):
     """Loads the keys and values once, then keeps the ring of queries and douts full."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
-    slots, group = jnp.int32(kernel.tiles.slots), kernel.group
-    keys, first = pl.ds(walk.tile * CONSUMERS * ROWS, CONSUMERS * ROWS), kv_head * group
+    slots, keys = jnp.int32(kernel.tiles.slots), pl.ds(walk.tile * CONSUMERS * ROWS, CONSUMERS * ROWS)
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, kv_head], s.k_s, s.kv_ready)
     plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, kv_head], s.v_s, s.kv_ready)
 
@@ -154,11 +150,11 @@ def _produce(kernel: _Pairs, s: _Scratch, walk: Walk, batch, kv_head):
 
     def visit(n, g, place):
         piece = walk.index(place, 0)
-        load(2 * n, s.q_g, s.lse_g, piece, first + g)
-        load(2 * n + 1, s.do_g, s.delta_g, piece, first + g)
+        load(2 * n, s.q_g, s.lse_g, piece, q_head + g)
+        load(2 * n + 1, s.do_g, s.delta_g, piece, q_head + g)
 
-    walk.each_head(group, visit)
-    turns = 2 * group * walk.total
+    walk.each_head(kernel.grid.heads, visit)
+    turns = 2 * kernel.grid.heads * walk.total
 
     def drain(turn, _):  # nothing may be pending when the block ends
         plgpu.barrier_wait(s.free.at[lax.rem(turn, slots)])
@@ -172,9 +168,10 @@ class _Consumer:
 
     kernel: _Pairs
     s: _Scratch
-    walk: Walk
     batch: jax.Array
     kv_head: jax.Array
+    q_head: jax.Array
+    walk: Walk
     warpgroup: jax.Array
 
     @property
@@ -193,6 +190,12 @@ class _Consumer:
         plgpu.barrier_wait(s.kv_ready)
         accumulator = plgpu.ACC((ROWS, kernel.dim), jnp.float32)
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
+        if kernel.summed:
+            tile = (self.kv_head * kernel.grid.tiles + self.walk.tile) * CONSUMERS + self.warpgroup
+            for grad, gmem in ((dk * kernel.scale, s.dk_g), (dv, s.dv_g)):
+                add_by_parts(grad, s.dq_s.at[self.warpgroup], gmem.at[self.batch, tile])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
         here = self.batch, self._keys, self.kv_head
         if kernel.halves:  # the other warpgroup's last dq reads these keys too
             plgpu.barrier_arrive(s.ds_ready)
@@ -207,19 +210,19 @@ class _Consumer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _all_steps(self, dk_ref, dv_ref):
-        s, steps = self.s, self.kernel.group * self.walk.total
+        s, heads = self.s, self.kernel.grid.heads
         if self.kernel.halves:  # step -1 has dS = 0 and adds nothing, to the first piece of the first head
             s.ds_s[1, self._mine] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.kernel.dtype), TILE)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.ds_ready)
-        start = self.kv_head * (self.kernel.group * self.kernel.pieces)
-        last = self.walk.each_turn(self.kernel.group, functools.partial(self._step, dk_ref, dv_ref), start)
+        start = self.q_head * self.kernel.pieces
+        last = self.walk.each_turn(heads, functools.partial(self._step, dk_ref, dv_ref), start)
         if self.kernel.halves:
             plgpu.barrier_wait(s.ds_ready)
 
             def rest(dq_ref):
-                self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
-                self._add(dq_ref[...], last)
+                self._issue_dq(dq_ref, lax.rem(heads * self.walk.total + 1, jnp.int32(2)))
+                self._add_dq(dq_ref[...], last)
 
             pl.run_scoped(rest, plgpu.ACC((ROWS, PART), jnp.float32))
         return dk_ref[...], dv_ref[...]
@@ -277,7 +280,7 @@ class _Consumer:
         dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
         if self.kernel.halves:
             plgpu.barrier_arrive(s.ds_ready)
-        self._add(dq, where)
+        self._add_dq(dq, where)
 
     def _issue_dq(self, dq_ref, half):
         s, both = self.s, self.kernel.halves
@@ -285,12 +288,8 @@ class _Consumer:
         keys = s.k_s.at[rows, pl.ds(self.warpgroup * PART, PART)] if both else s.k_s.at[rows]
         plgpu.wgmma(dq_ref, s.ds_s.at[half, rows].transpose((1, 0)), keys)
 
-    def _add(self, dq, where):
+    def _add_dq(self, dq, where):
         """Adds a share of dq to device memory; where: the query head and piece."""
-        staging, rows = self.s.dq_s.at[self.warpgroup], register_shape(PART)[0]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the add before has read its tile
-        staging[...] = in_register_order(dq)
-        plgpu.commit_smem()
+        rows = register_shape(PART)[0]
         features = pl.ds((self.warpgroup if self.kernel.halves else 0) * rows, rows)
-        target = self.s.dq_g.at[self.batch, where, features]
-        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+        add(dq, self.s.dq_s.at[self.warpgroup], self.s.dq_g.at[self.batch, where, features])

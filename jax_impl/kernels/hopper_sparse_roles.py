@@ -15,14 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import in_register_order, register_shape
+from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
-from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk, key_walk
+from jax_impl.kernels.hopper_masks import ROW, TILE
+from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid, ListRefs, Walk
+from jax_impl.kernels.hopper_statistics import TERMS, ones
 
 ROLES = 3
-PART = 64  # features of dq that are staged at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +41,31 @@ class RoleTiles:
 
 
 def roles_backward(
-    q, k, v, dout, lse, delta, dq, lists: Lists, grads, scale: float, tiles: RoleTiles, side: int, *, grad_dtype
+    q, k, v, dout, statistics, dq, lists: Lists, scale: float, tiles: RoleTiles, grid: KeyGrid, *, grad_dtype,
+    before=(), sums=()
 ):
-    """dk and dv of the lists, whose rows are 64 keys, added to `grads`; otherwise as `pairs_backward`."""
+    """dk and dv of the lists, whose rows are 64 keys, added to `before` or `sums`; otherwise as `pairs_backward`."""
     batch, _, q_heads, dim = q.shape
-    kv_heads, dtype = k.shape[2], q.dtype
-    pieces = dq.shape[1] // q_heads
-    kernel = _Backward(tiles, scale, q_heads // kv_heads, kv_heads, dim, side, lists.heads, pieces, dtype, grad_dtype)
-    grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, kv_heads, dim), grad_dtype)
+    dtype = q.dtype
+    kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, bool(sums))
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, grid.kv_heads, dim), grad_dtype)
     stages, handed, bar = tiles.stages, tiles.handed, plgpu.Barrier
     return plgpu.kernel(
         kernel.body,
-        out_type=[grad, grad],
+        out_type=[] if sums else [grad, grad],
         scratch_types={
             "k_s": shared_tile((ROWS, dim), dtype),
             "v_s": shared_tile((ROWS, dim), dtype),
             "q_s": shared_tile((stages, ROWS, dim), dtype),
             "do_s": shared_tile((stages, ROWS, dim), dtype),
-            "lse_s": plgpu.SMEM((stages, ROWS), jnp.float32),
-            "delta_s": plgpu.SMEM((stages, ROWS), jnp.float32),
+            "statistics_s": shared_tile((stages, ROWS, TERMS), jnp.bfloat16),
             "piece_s": plgpu.SMEM((stages,), jnp.int32),
             "p_s": shared_tile((handed, ROWS, ROWS), dtype),
             "ds_s": shared_tile((handed, ROWS, ROWS), dtype),
-            "dq_s": plgpu.SMEM((dim // PART, *register_shape(PART)), jnp.float32),
+            "dq_s": plgpu.SMEM((2, *register_shape(PART)), jnp.float32),
             "kv_ready": bar(num_arrivals=2),
             "q_ready": bar(num_arrivals=2, num_barriers=stages),
-            "do_ready": bar(num_arrivals=2, num_barriers=stages),
+            "do_ready": bar(num_barriers=stages),
             "q_free": bar(num_arrivals=2, num_barriers=stages),
             "do_free": bar(num_arrivals=2, num_barriers=stages),
             "p_ready": bar(num_barriers=handed),
@@ -75,13 +74,13 @@ def roles_backward(
             "ds_free": bar(num_barriers=handed),
             "ended": bar(num_arrivals=ROLES),
         },
-        grid=(batch, kv_heads // side, lists.tiles, side),
-        grid_names=("batch", "section", "place", "side"),
+        grid=grid.shape,
+        grid_names=grid.names,
         num_threads=ROLES + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_roles",
-    )(q, k, v, dout, lse, delta, dq, *grads, *lists.operands())
+    )(q, k, v, dout, statistics, dq, *before, *lists.operands(), *sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +91,7 @@ class _Scratch:
     k_g: jax.Ref
     v_g: jax.Ref
     do_g: jax.Ref
-    lse_g: jax.Ref
-    delta_g: jax.Ref
+    statistics_g: jax.Ref
     dq_g: jax.Ref
     dk_g: jax.Ref
     dv_g: jax.Ref
@@ -101,8 +99,7 @@ class _Scratch:
     v_s: jax.Ref
     q_s: jax.Ref
     do_s: jax.Ref
-    lse_s: jax.Ref
-    delta_s: jax.Ref
+    statistics_s: jax.Ref
     piece_s: jax.Ref
     p_s: jax.Ref
     ds_s: jax.Ref
@@ -125,23 +122,19 @@ class _Backward:
 
     tiles: RoleTiles
     scale: float
-    group: int
-    kv_heads: int
+    grid: KeyGrid
     dim: int
-    side: int
-    mask_heads: int
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
+    summed: bool
 
-    def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
-        """One thread block: a tile of keys of one kv head, over all query heads of its group."""
+    def body(self, q_g, k_g, v_g, do_g, statistics_g, dq_g, *refs, **scratch):
+        """One thread block: a tile of keys of one kv head, over all query heads of its share of the group."""
         *refs, dk_g, dv_g = refs
-        before, lists = refs[:2], refs[2:]
-        s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
-        batch, kv_head, walk = key_walk(refs, self.side, self.kv_heads, self.mask_heads)
-        warpgroup = lax.axis_index("warpgroup")
-        block = _Block(self, s, walk, batch, kv_head, *before)
+        before, lists = ((None, None), refs) if self.summed else (refs[:2], refs[2:])
+        s, refs = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
+        block, warpgroup = _Block(self, s, *self.grid.here(refs), *before), lax.axis_index("warpgroup")
         for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
 
             @pl.when(warpgroup == role)
@@ -157,15 +150,16 @@ class _Block:
 
     kernel: _Backward
     s: _Scratch
-    walk: Walk
     batch: jax.Array
     kv_head: jax.Array
-    dk_before: jax.Ref
-    dv_before: jax.Ref
+    q_head: jax.Array
+    walk: Walk
+    dk_before: jax.Ref | None
+    dv_before: jax.Ref | None
 
     @property
     def _steps(self):
-        return self.kernel.group * self.walk.total
+        return self.kernel.grid.heads * self.walk.total
 
     @property
     def _keys(self):
@@ -192,49 +186,52 @@ class _Block:
         plgpu.copy_gmem_to_smem(s.v_g.at[batch, self._keys, self.kv_head], s.v_s, s.kv_ready)
 
         def load(n, g, place):
-            slot, head = self._slot(n), self.kv_head * self.kernel.group + g
+            slot, head = self._slot(n), self.q_head + g
             piece = self.walk.index(place, 0)
             rows = pl.ds(piece * ROWS, ROWS)
-            for tile, stat, to, stat_to, ready, free in (
-                (s.q_g, s.lse_g, s.q_s, s.lse_s, s.q_ready, s.q_free),
-                (s.do_g, s.delta_g, s.do_s, s.delta_s, s.do_ready, s.do_free),
-            ):
-                pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                if tile is s.q_g:
-                    s.piece_s[slot] = piece
-                plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], to.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(stat.at[batch, head, rows], stat_to.at[slot], ready.at[slot])
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
+            s.piece_s[slot] = piece
+            vectors = s.statistics_g.at[batch, head, rows]
+            plgpu.copy_gmem_to_smem(s.q_g.at[batch, rows, head], s.q_s.at[slot], s.q_ready.at[slot])
+            plgpu.copy_gmem_to_smem(vectors, s.statistics_s.at[slot], s.q_ready.at[slot])
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
+            plgpu.copy_gmem_to_smem(s.do_g.at[batch, rows, head], s.do_s.at[slot], s.do_ready.at[slot])
 
-        self.walk.each_head(self.kernel.group, load)
+        self.walk.each_head(self.kernel.grid.heads, load)
         self._drain(s.q_free, stages)
         self._drain(s.do_free, stages)
 
     def _accumulated(self, step):
         """Runs step(accumulator, ...) over all pieces; the accumulator's value."""
         def run(ref):
-            self.walk.each_turn(self.kernel.group, functools.partial(step, ref))
+            self.walk.each_turn(self.kernel.grid.heads, functools.partial(step, ref))
             return ref[...]
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, self.kernel.dim), jnp.float32))
 
-    def _write(self, grad, before, staging, gmem):
-        """A gradient to device memory, once no warpgroup reads shared keys or values any more."""
-        here = self.batch, self._keys, self.kv_head
-        grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
+    def _write(self, grad, before, staging, gmem, role: int):
+        """A gradient to device memory, once no warpgroup reads shared keys or values, or has dq staged, any more."""
+        here, kernel = (self.batch, self._keys, self.kv_head), self.kernel
+        if before is not None:
+            grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
         plgpu.barrier_arrive(self.s.ended)
         plgpu.barrier_wait(self.s.ended)
-        if self.kernel.grad_dtype.itemsize == 2:
-            staging[...] = grad.astype(self.kernel.grad_dtype)
+        if kernel.summed:
+            tile = self.kv_head * kernel.grid.tiles + self.walk.tile
+            add_by_parts(grad, self.s.dq_s.at[role], gmem.at[self.batch, tile])
+        elif kernel.grad_dtype.itemsize == 2:
+            staging[...] = grad.astype(kernel.grad_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging, gmem.at[here])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         else:
             gmem[here] = grad
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _product(self, left, right):
-        """left @ right.T [keys, queries]."""
+    def _product(self, left, right, vector: int, slot):
+        """left @ right.T [keys, queries], a vector of the slot's statistics added to every row."""
         def issue(ref):
             plgpu.wgmma(ref, left, right.transpose((1, 0)))
+            plgpu.wgmma(ref, ones(vector), self.s.statistics_s.at[slot].transpose((1, 0)))
             return ref[...]
 
         return pl.run_scoped(issue, plgpu.ACC((ROWS, ROWS), jnp.float32))
@@ -248,10 +245,9 @@ class _Block:
         def step(dv_ref, masked: bool, n, _):
             slot, hand = self._slot(n), self._hand(n)
             plgpu.barrier_wait(s.q_ready.at[slot])
-            logits = self._product(keys, s.q_s.at[slot])
+            logits = self._product(keys, s.q_s.at[slot], 0, slot)
             pl.when(n > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(n - 1)]))  # dv before has read them
-            lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
-            p = jnp.exp2(logits * (kernel.scale * LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
+            p = jnp.exp2(logits * (kernel.scale * LOG2E))
             if masked:
                 start = self.walk.refs.starts[self.walk.head, s.piece_s[slot]]  # padded queries have an infinite lse
                 low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
@@ -268,11 +264,11 @@ class _Block:
         dv = self._accumulated(step)
         pl.when(self._steps > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(self._steps - 1)]))
         self._drain(s.p_free, kernel.tiles.handed)
-        self._write(dv, self.dv_before, s.v_s, s.dv_g)
+        self._write(dv, self.dv_before, s.v_s, s.dv_g, 0)
 
     def gradients(self):
         """The second warpgroup: gradients of the logits, and dk."""
-        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        s, kernel = self.s, self.kernel
         plgpu.barrier_wait(s.kv_ready)
         values = plgpu.load(s.v_s, layout=TILE)
 
@@ -280,25 +276,24 @@ class _Block:
             del masked
             slot, hand = self._slot(n), self._hand(n)
             plgpu.barrier_wait(s.do_ready.at[slot])
-            dp = self._product(values, s.do_s.at[slot])
-            delta = plgpu.load(s.delta_s.at[slot], layout=COLUMN)
+            plgpu.barrier_wait(s.q_ready.at[slot])  # delta comes with the queries
+            dp = self._product(values, s.do_s.at[slot], 1, slot)
             plgpu.barrier_wait(s.p_ready.at[hand])
             p = plgpu.load(s.p_s.at[hand], layout=TILE)
             plgpu.barrier_arrive(s.p_free.at[hand])
-            ds = (p.astype(jnp.float32) * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(kernel.dtype)
+            ds = (p.astype(jnp.float32) * dp).astype(kernel.dtype)
             plgpu.barrier_arrive(s.do_free.at[slot])
             pl.when(n >= kernel.tiles.handed)(lambda: plgpu.barrier_wait(s.ds_free.at[hand]))
             s.ds_s[hand] = ds
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.ds_ready.at[hand])
-            plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.q_free.at[slot])
 
         dk = self._accumulated(step)
         self._drain(s.ds_free, kernel.tiles.handed)
-        self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g)
+        self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g, 1)
 
     def query_gradients(self):
         """The third warpgroup: dq, added to device memory."""
@@ -307,8 +302,8 @@ class _Block:
         rows = register_shape(PART)[0]
 
         def step(n, g, place):
-            head = self.kv_head * kernel.group + g
-            target, hand = s.dq_g.at[self.batch, head * kernel.pieces + self.walk.index(place, 0)], self._hand(n)
+            here, hand = (self.q_head + g) * kernel.pieces + self.walk.index(place, 0), self._hand(n)
+            target = s.dq_g.at[self.batch, here]
             plgpu.barrier_wait(s.ds_ready.at[hand])
             for part in range(kernel.dim // PART):
 
@@ -320,12 +315,9 @@ class _Block:
                 dq = pl.run_scoped(product, plgpu.ACC((ROWS, PART), jnp.float32))
                 if part == kernel.dim // PART - 1:
                     plgpu.barrier_arrive(s.ds_free.at[hand])
-                plgpu.wait_smem_to_gmem(kernel.dim // PART - 1, wait_read_only=True)
-                s.dq_s[part] = in_register_order(dq)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(s.dq_s.at[part], target.at[pl.ds(part * rows, rows)], reduction_op="add")
+                add(dq, s.dq_s.at[part], target.at[pl.ds(part * rows, rows)], kernel.dim // PART - 1)
 
-        self.walk.each_head(kernel.group, step)
+        self.walk.each_head(kernel.grid.heads, step)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.ended)
         plgpu.barrier_wait(s.ended)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

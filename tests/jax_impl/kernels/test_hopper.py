@@ -9,9 +9,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax_impl import kernels
 from jax_impl.kernels import flex, hopper_masks
 from jax_impl.kernels.flex import Predicate
-from jax_impl.kernels.hopper_backward import BackwardTiles, _statistics
+from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles
+from jax_impl.kernels.hopper_statistics import statistics
 from tests import conformance
 from tests.jax_impl.interpret_patch import interpreted
 from workload import masks
@@ -208,7 +209,7 @@ def test_thread_blocks_come_once_a_document_after_another_the_heaviest_first(nam
 def test_three_bfloat16_terms_are_a_float32():
     drawn = np.random.default_rng(0).normal(size=1000) * 10.0 ** np.arange(-5, 5).repeat(100)
     x = np.concatenate([drawn, [0.0, -np.inf]])
-    terms = jax.jit(_statistics)(jnp.asarray(x, jnp.float32), None)  # compiled, so that no rounding may be left out
+    terms = jax.jit(statistics)(jnp.asarray(x, jnp.float32), None)  # compiled, so that no rounding may be left out
     assert terms.dtype == jnp.bfloat16 and terms.shape == (1002, 16)
     assert np.isfinite(np.asarray(terms, np.float64)).all()
     total = np.asarray(terms[:, :3], np.float64).sum(axis=1)

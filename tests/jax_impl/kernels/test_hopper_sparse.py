@@ -62,13 +62,17 @@ def test_blocks_of_one_token_up():
     judged("flashinfer", AttentionProblem(variable_block(70, 90, 2, 20, 1, 0.5, causal=True, seed=2), 1, 2, 2, 64))
 
 
-@pytest.mark.parametrize("mask, head_dim", [
-    (uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), 64),
-    (uniform_block(200, 260, 1, 64, 0.6, causal=True, seed=2), 128),
+@pytest.mark.parametrize("mask, heads, head_dim", [
+    (uniform_block(100, 130, 1, 64, 1.0, causal=True, seed=2), (2, 1), 64),
+    (uniform_block(200, 260, 1, 64, 0.6, causal=True, seed=2), (2, 1), 128),
+    (uniform_block(70, 130, 1, 64, 0.6, seed=2), (1, 1), 128),
 ])
-def test_no_races(mask, head_dim):
-    """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions."""
-    judged("vsa", AttentionProblem(mask, 1, 2, 1, head_dim), races=True)
+def test_no_races(mask, heads, head_dim):
+    """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions.
+
+    dk and dv by additions as well where the heads of a group are divided.
+    """
+    judged("vsa", AttentionProblem(mask, 1, *heads, head_dim), races=True)
 
 
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow)])
