@@ -244,8 +244,7 @@ class Job(base.Job):
             if which == "backward":
                 out, lse = call()
                 call = lambda: programs["backward"](q, k, v, out, lse, dout, operands)  # noqa: E731
-            once = [self.seconds(call, 1) for _ in range(2)][-1]
-            sampler = self.stack.sampler(lambda _: call(), True, once)  # behind a flush, as what ranks run
+            sampler = self.stack.sampler(lambda _: call(), True)  # behind a flush, as what ranks run
             return measure(sampler, Protocol(**self.request.protocol)).median
 
     def _build_alone(self, cases: Sequence[Case]) -> list[Future]:
