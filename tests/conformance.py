@@ -103,8 +103,8 @@ CASES = (
     Case("small_empty_rows", _static("causal"), **SMALL | {"q_len": 139, "kv_len": 75}),
     # A12: 16 tokens, documents of 5 and 7; the tail belongs to none, neither as rows nor as keys.
     Case("small_tail", lambda q, k, _: tail(q, k, (5, 7)), **SMALL | {"q_len": 16, "kv_len": 16}),
-    # D17: a kv head's gradients are sums over its group, and their memory is fresh.
-    Case("small_group_of_four", _static("prefix_lm_causal", 50), **SMALL | {"q_heads": 4}),
+    # D17: a kv head's gradients are sums over its group, and their memory is fresh. Heads of 128 have their own tiles.
+    Case("small_group_of_four", _static("full_sliding_window", 37), **SMALL | {"q_heads": 4, "head_dim": 128}),
     Case("small_drawn_blocks", lambda q, k, _: variable_block(q, k, 2, 30, 7, 0.6, causal=True, seed=7), **SMALL),
     Case("small_blocks", lambda q, k, b: uniform_block(q, k, 1, b, 0.7, causal=True, seed=6), **SMALL),
     Case("full", _static("full")),
