@@ -14,7 +14,7 @@ import torch
 
 from torch_impl.kernels import triton_support as support
 from torch_impl.kernels.base import Kernel, Running
-from torch_impl.kernels.walks import Launch, RunWalk, longest_load, ragged_runs, run_walk
+from torch_impl.kernels.walks import Launch, RunWalk, head_by_head, longest_load, ragged_runs, run_walk
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask
@@ -28,7 +28,6 @@ STEPS_PER_PROGRAM = 4
 STEPS_PER_FLOAT = 8 / 4e12 / 2e-6
 MANY_WAVES = 16  # past so many programs a slot the last wave is too short to matter
 WORTHWHILE = 0.95  # the model is not better than that
-SECTION_LIMIT = 16  # kv heads whose query tiles are streamed side by side in the key pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +45,15 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True)
 class FlashMaskOperands:
-    """The walks of the three passes, and how many programs share a kv head in the key pass."""
+    """The walks of the three passes; of the key pass how many programs share a kv head, and how many of its heaviest
+    tiles go head after head (`walks.head_by_head`).
+    """
 
     forward: RunWalk
     key: RunWalk
     query: RunWalk
     key_splits: int
+    key_heavy: int
 
 
 def launches_for(head_dim: int, dtype: torch.dtype, arch: int) -> Launches:
@@ -94,7 +96,15 @@ def prepare(problem: AttentionProblem, device=None, *, launches: Launches | None
         raise Unsupported(f"torch kernel {NAME}", f"key_splits {splits} with {problem.group} query heads a kv head")
     same = (chosen.query.rows, chosen.query.cols) == (chosen.forward.rows, chosen.forward.cols)
     query = dataclasses.replace(forward, launch=chosen.query) if same else run_walk(problem.mask, chosen.query, device)
-    return FlashMaskOperands(forward, key, query, splits)
+    heavy = head_by_head(key.loads, problem.batch * problem.kv_heads * splits, _slots(device))
+    return FlashMaskOperands(forward, key, query, splits, heavy)
+
+
+def _slots(device) -> int:
+    """Programs of the key pass that run at a time; few under the interpreter: a small problem shows both orders."""
+    if torch.device(device or "cpu").type != "cuda":
+        return PROGRAMS_PER_PROCESSOR
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch, device) -> int:
@@ -105,7 +115,7 @@ def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch,
     """
     if torch.device(device or "cpu").type != "cuda":
         return 1
-    slots = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    slots = _slots(device)
     heads = problem.batch * problem.kv_heads
     if -(-by_key.q_len // launch.rows) * heads > MANY_WAVES * slots:
         return 1
@@ -116,7 +126,9 @@ def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch,
     for splits in (n for n in (1, 2, 4, 8) if problem.group % n == 0):
         steps = lengths * (problem.group // splits) + STEPS_PER_PROGRAM
         through_memory = 0 if splits == 1 else splits * floats * STEPS_PER_FLOAT
-        cost[splits] = longest_load(np.repeat(steps, heads * splits), slots) + through_memory
+        heavy = head_by_head(steps, heads * splits, slots)
+        jobs = np.concatenate([np.tile(steps[:heavy], heads * splits), np.repeat(steps[heavy:], heads * splits)])
+        cost[splits] = longest_load(jobs, slots) + through_memory
     best = min(cost, key=cost.get)
     return best if cost[best] < WORTHWHILE * cost[1] else 1
 
@@ -186,11 +198,11 @@ def _parts(total, q, k, v, out, lse, dout, operands, scale, *, grad_dtype, delta
         if empty:
             return dk.zero_(), dv.zero_()
         if operands.key_splits == 1:
-            key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, scale)
+            key_gradient(q, k, v, dout, dk, dv, lse, delta, operands.key, operands.key_heavy, scale)
             return dk, dv
         shares = (*k.shape[:2], k.shape[2] * operands.key_splits, k.shape[3])
         parts = [torch.empty(shares, dtype=torch.float32, device=k.device) for _ in range(2)]
-        key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, scale)
+        key_gradient(q, k, v, dout, *parts, lse, delta, operands.key, operands.key_heavy, scale)
         for whole, part in zip((dk, dv), parts, strict=True):
             whole.copy_(part.unflatten(2, (k.shape[2], operands.key_splits)).sum(dim=3))
         return dk, dv
@@ -213,17 +225,19 @@ def query_gradient(q, k, v, dout, dq, lse, delta, walk, scale, *, adds: bool = F
         PRECISION=support.precision(q), ADDS=adds, **launch.options())
 
 
-def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, scale):
-    """Writes dk and dv, key tile by key tile; they have the heads of k, or several shares of each."""
+def key_gradient(q, k, v, dout, dk, dv, lse, delta, walk, heavy, scale):
+    """Writes dk and dv, key tile by key tile; they have the heads of k, or several shares of each.
+
+    heavy: how many of the heaviest tiles go head after head.
+    """
     from torch_impl.kernels.flashmask_triton import key_gradient_kernel
 
     launch, dim = walk.launch, support.padded_dim(q.shape[3])
     (b, q_len, q_heads, _), kv_len, shares = q.shape, k.shape[1], dk.shape[2]
     rows, cols = ((lambda x, n=n: support.descriptor(x, n, dim)) for n in (launch.rows, launch.cols))
-    section = max(n for n in range(1, SECTION_LIMIT + 1) if b * shares % n == 0)
     key_gradient_kernel[(walk.order.shape[0] * b * shares,)](
         cols(q), rows(k), rows(v), cols(dout), rows(dk), rows(dv), lse, delta, *walk.arguments(), q_len, kv_len,
-        q_heads, q_heads // shares, shares // k.shape[2], section, scale, scale * support.LOG2E,
+        q_heads, q_heads // shares, shares // k.shape[2], heavy, b * shares, scale, scale * support.LOG2E,
         R=walk.starts.shape[0], M=launch.cols, N=launch.rows, D=dim, PRECISION=support.precision(q),
         **launch.options())
 

@@ -63,6 +63,15 @@ def _place(order, tiles, heads_per_section):
 
 
 @triton.jit
+def _place_in_phases(order, heavy, heads):
+    """(tile, batch * head) of this program: `heavy` tiles head after head, then the others with heads side by side."""
+    program, many = tl.program_id(0), tl.maximum(heavy, 1)
+    rest = program - heavy * heads
+    rank = tl.where(rest < 0, program % many, heavy + rest // heads)
+    return tl.load(order + rank), tl.where(rest < 0, program // many, rest % heads)
+
+
+@triton.jit
 def load_tile(desc, batch, head, row, ROWS: tl.constexpr, D: tl.constexpr):
     """Rows of one head as one matrix [ROWS, D]."""
     return desc.load([batch, head, row, 0]).reshape(ROWS, D)
@@ -235,16 +244,16 @@ def _key_tiles(dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse, delta, batch, f
     return dk_ND, dv_ND
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heavy"])
 def key_gradient_kernel(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, lse, delta, starts, ends,
                         full_begin, full_end, partial_begin, partial_end, order, full_slots, partial_slots, q_len,
-                        kv_len, q_heads, group, splits, heads_per_section, scale, scale_log2, R: tl.constexpr,
+                        kv_len, q_heads, group, splits, heavy, heads, scale, scale_log2, R: tl.constexpr,
                         M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """A share of dk and dv of one tile of N keys; runs and intervals are those of the transposed mask.
 
     `splits` programs share a kv head, each sums over `group` of its query heads into a head of dk and dv of its own.
     """
-    tile, place = _place(order, tl.cdiv(kv_len, N), heads_per_section)
+    tile, place = _place_in_phases(order, heavy, heads)
     shares = q_heads // group
     batch, share = place // shares, place % shares
     head = share // splits

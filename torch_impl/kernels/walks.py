@@ -36,7 +36,7 @@ class RunWalk:
     Attributes:
       starts, ends: int32 [R, rows], the intervals of each owned row.
       full_begin, full_end: int32 [tiles, F], partial_begin, partial_end: int32 [tiles, P], the runs.
-      order: int32 [tiles], heaviest tile first.
+      order: int32 [tiles], heaviest tile first; loads: on the host, the tiles that each of these visits.
       launch: the tile sizes the runs are counted in, and how to launch.
     """
 
@@ -48,6 +48,7 @@ class RunWalk:
     partial_end: torch.Tensor
     order: torch.Tensor
     launch: Launch
+    loads: np.ndarray
 
     def arguments(self) -> tuple:
         """Pointers in the kernels' order."""
@@ -72,9 +73,28 @@ def run_walk(mask: IntervalMask, launch: Launch, device=None) -> RunWalk:
       mask: its rows own the tiles; hand in `mask.transpose()` for keys as rows.
     """
     runs = ragged_runs(mask, launch.rows, launch.cols)
-    order = np.argsort(-(runs.full_count + runs.partial_count), kind="stable").astype(np.int32)
+    loads = runs.full_count + runs.partial_count
+    order = np.argsort(-loads, kind="stable").astype(np.int32)
     arrays = (mask.starts, mask.ends, runs.full_begin, runs.full_end, runs.partial_begin, runs.partial_end, order)
-    return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch)
+    return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch, loads[order])
+
+
+def head_by_head(loads: np.ndarray, heads: int, slots: int) -> int:
+    """How many of the heaviest tiles are to go head after head, the others last and with all heads side by side.
+
+    Programs that are at tiles of one head share what they read in the cache; but the last head's heaviest tile must not
+    end alone: the others are the fewest whose work, over all heads, outlasts it on all slots.
+
+    Args:
+      loads: of the tiles, descending; slots: programs that run at a time.
+
+    >>> head_by_head(np.array([4, 4, 4, 4, 4]), 8, 4), head_by_head(np.array([4, 3, 2, 1]), 2, 4)
+    (4, 0)
+    """
+    if not len(loads):
+        return 0
+    work = np.cumsum(loads[::-1], dtype=np.int64) * heads
+    return max(0, len(loads) - int(np.searchsorted(work, slots * int(loads[0]))) - 1)
 
 
 def longest_load(jobs: np.ndarray, slots: int) -> float:

@@ -15,7 +15,7 @@ from torch_impl.context_parallel.local import running
 from torch_impl.kernels import flashmask
 from torch_impl.kernels import triton_support as support
 from torch_impl.kernels.flashmask import Launches
-from torch_impl.kernels.walks import Launch
+from torch_impl.kernels.walks import Launch, head_by_head, longest_load, ragged_runs
 from workload import masks
 from workload.errors import Unsupported
 from workload.oracle import attention_oracle
@@ -164,6 +164,37 @@ def test_every_split_of_a_group_gives_the_same_gradients():
         judge(problem, run(kernel, problem, args, **options("flashmask", key_splits=splits)), want)
     with pytest.raises(Unsupported, match="key_splits 3"):
         kernel.prepare(problem, DEVICE, **options("flashmask", key_splits=3))
+
+
+def test_the_order_of_key_tiles_changes_no_bit():
+    """All heads side by side, head after head, and the heaviest of them so: every tile of every head is there once."""
+    problem = problem_of(masks.causal(90, 90), batch=2, q_heads=4, kv_heads=2, head_dim=16)
+    kernel = ready("flashmask", problem)
+    args = tensors(problem)
+    operands = kernel.prepare(problem, DEVICE, **options("flashmask"))
+    tiles = len(operands.key.loads)
+    assert tiles > 2 and operands.key.loads.tolist() == sorted(operands.key.loads, reverse=True)
+    q, k, v, dout = args
+    out, lse = kernel.forward(q, k, v, operands, problem.scale)
+    first, *others = (
+        kernel.backward(q, k, v, out, lse, dout, dataclasses.replace(operands, key_heavy=heavy), problem.scale)
+        for heavy in (0, 1, tiles - 1, tiles))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    judge(problem, (out, lse, *first), oracle(problem, *args))
+
+
+def test_heavy_tiles_go_head_after_head_where_what_follows_hides_their_end():
+    """A list schedule of 264 programs ends as early as with all heads side by side, heaviest first."""
+    mask = masks.causal(8192, 8192)
+    runs = ragged_runs(mask.transpose(), 64, 64)
+    loads = -np.sort(-(runs.full_count + runs.partial_count))
+    heavy = head_by_head(loads, 8, 264)
+    assert len(loads) // 4 < heavy < len(loads)
+    one_by_one, phases, side_by_side = (
+        longest_load(np.concatenate([np.tile(loads[:n], 8), np.repeat(loads[n:], 8)]), 264)
+        for n in (len(loads), heavy, 0))
+    assert phases <= 1.01 * side_by_side < one_by_one
 
 
 def test_a_kv_head_is_shared_where_one_list_outlasts_the_rest(monkeypatch):
