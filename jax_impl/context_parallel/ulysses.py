@@ -67,19 +67,27 @@ def from_slots(signature: Signature, x, tensor: str):
 
 def exchange_tokens(signature: Signature, x, tensor: str, data: Data):
     """[batch, length, slots, d] of a rank's tokens to [batch, degree * length, slots / degree, d], ascending."""
-    if signature.topology.ulysses == 1:
+    degree, (batch, length, slots, dim) = signature.topology.ulysses, x.shape
+    if degree == 1:
         return x
-    return take_tokens(_exchange(x, split=2, concat=1), data.q_order if tensor == "q" else data.kv_order)
+    x = _exchange(jnp.moveaxis(x.reshape(batch, length, degree, slots // degree, dim), 2, 0))
+    x = jnp.moveaxis(x, 0, 1).reshape(batch, degree * length, slots // degree, dim)
+    return take_tokens(x, data.q_order if tensor == "q" else data.kv_order)
 
 
 def exchange_heads(signature: Signature, x, tensor: str, data: Data):
     """The way back: [batch, degree * length, slots / degree, d] to [batch, length, slots, d]."""
-    if signature.topology.ulysses == 1:
+    degree = signature.topology.ulysses
+    if degree == 1:
         return x
     order = data.q_order if tensor == "q" else data.kv_order
     x = take_tokens(x, None if order is None else inverse(order, order.shape[0]))
-    return _exchange(x if tensor == "q" else x.astype(signature.sums_dtype), split=1, concat=2)
+    x = x if tensor == "q" else x.astype(signature.sums_dtype)
+    batch, length, slots, dim = x.shape[0], x.shape[1] // degree, x.shape[2] * degree, x.shape[3]
+    x = _exchange(jnp.moveaxis(x.reshape(batch, degree, length, slots // degree, dim), 1, 0))
+    return jnp.moveaxis(x, 0, 2).reshape(batch, length, slots, dim)
 
 
-def _exchange(x, split: int, concat: int):
-    return jax.lax.all_to_all(x, "ulysses", split_axis=split, concat_axis=concat, tiled=True)
+def _exchange(x):
+    """[degree, ...]: piece j goes to rank j, and is what came from it. In this form the compiler copies on one side."""
+    return jax.lax.all_to_all(x, "ulysses", split_axis=0, concat_axis=0, tiled=True)

@@ -8,7 +8,7 @@ times as many collectives.
 import torch
 
 from torch_impl.context_parallel.all_gather import attend, gather, gradients, scatter_sum
-from torch_impl.context_parallel.local import Local
+from torch_impl.context_parallel.local import Local, words
 from torch_impl.context_parallel.plan import Plan
 from torch_impl.context_parallel.ulysses import exchange_heads, exchange_tokens, from_slots, in_slots
 
@@ -94,4 +94,5 @@ def _grouped(local: Local, x: torch.Tensor) -> torch.Tensor:
 
 def _joined(local: Local, parts: list[torch.Tensor], tensor: str) -> torch.Tensor:
     """Groups [batch, length, degree, slots of a group, d] to [batch, length, heads, d]."""
-    return from_slots(local, torch.stack(parts, dim=3).flatten(2, 4), tensor)
+    joined = torch.stack([words(x) for x in parts], dim=3).flatten(2, 4)
+    return from_slots(local, joined.view(parts[0].dtype), tensor)

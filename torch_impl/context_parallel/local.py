@@ -124,3 +124,10 @@ def put_tokens(x: torch.Tensor, order: torch.Tensor | None, length: int) -> torc
     else:
         out.index_copy_(1, order, x)
     return out
+
+
+def words(x: torch.Tensor) -> torch.Tensor:
+    """x as words of 16 bytes where its rows are whole ones: copies that change the order of axes move those."""
+    per = 16 // x.element_size()
+    whole = x.stride(-1) == 1 and all(n % per == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.complex128) if whole else x

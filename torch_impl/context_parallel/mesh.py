@@ -55,12 +55,19 @@ class Job:
         if len(members) == 1:  # a group of one never communicates
             return Communicator(0, members) if self.rank in members else None
         # Every rank of the job enters new_group: its way for members alone hangs where ranks made unequal numbers.
-        group = dist.new_group(list(members))
+        group = dist.new_group(list(members), pg_options=_options())
         if self.rank not in members:
             return None
         made = GroupCommunicator(group, watch=self.watch)
         made.warm_up(self.device)
         return made
+
+
+def _options():
+    """NCCL's streams come first: a kernel whose blocks fill the device would keep a hop waiting until it ends, and hide
+    nothing.
+    """
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend() == "nccl" else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

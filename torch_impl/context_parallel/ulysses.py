@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_impl.context_parallel import all_gather
-from torch_impl.context_parallel.local import Data, Local, put_tokens, take_tokens
+from torch_impl.context_parallel.local import Data, Local, put_tokens, take_tokens, words
 
 
 def forward(local: Local, q, k, v, data: Data):
@@ -41,7 +41,12 @@ def to_tokens(local: Local, x: torch.Tensor, tensor: str, data: Data) -> Callabl
     dk, dv travel in `signature.sums_dtype` and are summed in float32.
     """
     finish = exchange_heads(local, x, tensor, data)
-    return lambda: from_slots(local, finish().flatten(2, 3), tensor)
+
+    def result():
+        got = finish()
+        return from_slots(local, words(got).flatten(2, 3).view(got.dtype), tensor)
+
+    return result
 
 
 def in_slots(local: Local, x: torch.Tensor, tensor: str) -> torch.Tensor:
@@ -65,7 +70,8 @@ def exchange_tokens(local: Local, x: torch.Tensor, tensor: str, data: Data) -> C
     """Starts [batch, length, degree, slots, d] of a rank's tokens to [batch, degree * length, slots, d], ascending."""
     if local.signature.topology.ulysses == 1:
         return lambda: x[:, :, 0]
-    coming = local.mesh.ulysses.all_to_all(x.permute(2, 0, 1, 3, 4).contiguous(), f"heads for tokens of {tensor}")
+    sent = words(x).permute(2, 0, 1, 3, 4).contiguous().view(x.dtype)
+    coming = local.mesh.ulysses.all_to_all(sent, f"heads for tokens of {tensor}")
     order = data.kv_order if tensor in ("k", "v") else data.q_order
     return lambda: take_tokens(coming.wait().transpose(0, 1).flatten(1, 2), order)
 

@@ -426,3 +426,14 @@ def test_what_is_made_first_travels_while_the_rest_is_made(scheme, order, monkey
     out = whole(scheme, 2, {}, masks.full(16, 16), *torch.randn(3, 1, 16, 2, 4), sharding="contiguous")
     assert all(torch.isfinite(x).all() for x in out)
     assert [word for word in told if word in order] == order
+
+
+@pytest.mark.parametrize("dtype,dim,whole", [
+    (torch.bfloat16, 16, True), (torch.float32, 4, True), (torch.bfloat16, 12, False), (torch.float32, 1, False)])
+def test_words_keep_every_bit(dtype, dim, whole):
+    """Of any bits, NaN among them, also of a strided view; rows that are no whole words stay as they are."""
+    bits = torch.randint(0, 256, (2, 3, 6, dim * dtype.itemsize), dtype=torch.uint8)
+    x = bits.view(dtype)[:, :, ::2]
+    moved = local.words(x).permute(2, 0, 1, 3).contiguous().view(dtype)
+    assert (local.words(x).dtype == torch.complex128) == whole
+    assert torch.equal(moved.view(torch.uint8), x.permute(2, 0, 1, 3).contiguous().view(torch.uint8))
