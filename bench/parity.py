@@ -10,7 +10,7 @@ inputs are made once and stored as an Orbax checkpoint: JAX restores it, PyTorch
 by shards. Exits with 1 if a cell fails, and prints the command that repeats just that cell.
 
 Several jobs, each with workers of its own, check kernels side by side; on a GPU the cells of shapes that are to be
-timed are timed afterwards, nothing beside them, the stacks in turns.
+timed are checked first, then timed, nothing beside them, the stacks in turns.
 """
 
 import concurrent.futures

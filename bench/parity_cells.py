@@ -18,6 +18,7 @@ from bench.workers import Failure, Worker
 from parity.matrix import SHAPES
 
 ROUNDS = 3
+GRACE = 20.0  # seconds for what is at work when the time is up
 
 
 class Cell(Protocol):
@@ -100,6 +101,10 @@ class Rows:
     def over(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() > self._until
+
+    def patience(self, deadline: float) -> float:
+        """Seconds that a step which begins now may take."""
+        return max(1.0, min(deadline, self._until + GRACE - time.monotonic()))
 
     def write(self, cell: Cell, row: dict[str, Any]) -> None:
         """Writes and tells a row."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from parity.matrix import SHAPES
 
 BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
 GROUP = 8  # cells of one kernel and shape that a job takes at once: they share compilations
+TIMED_GROUP = 2  # of those to be timed, for which all wait: a mask's passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,36 +63,46 @@ def cells(kernels: Iterable[str], masks: Iterable[str], shapes: Iterable[str], w
     ]
 
 
-def judge(cell: Cell, workers: engine.Workers, problems: Problems, deadline: float) -> dict[str, Any]:
-    """The row of a cell, untimed."""
-    machine = {stack: workers.environment(stack, deadline) for stack in STACKS}
+def judge(cell: Cell, workers: engine.Workers, problems: Problems, patience: Callable[[], float]) -> dict[str, Any]:
+    """The row of a cell, untimed.
+
+    Args:
+      patience: what a step that begins now may take, in seconds.
+    """
+    machine = {stack: workers.environment(stack, patience()) for stack in STACKS}
     case = cell.of("jax") | {"stack": "both", "shape": cell.shape}
     row = engine.new_row(cell.key, "parity", case, machine["torch"] | machine["jax"])
     row["repeat"] = cell.command
     refused = {}
     for stack in STACKS:
-        reason = workers[stack].ask(f"{engine.TASKS}:refuse", deadline, case=cell.of(stack))
+        reason = workers[stack].ask(f"{engine.TASKS}:refuse", patience(), case=cell.of(stack))
         if isinstance(reason, Failure):
             return row | {"status": reason.status, "reason": f"{stack}: {reason.reason}"}
         refused |= {stack: reason} if reason else {}
     if refused:
         told = "; ".join(f"{stack}: {reason}" for stack, reason in refused.items())
         return row | {"status": "unsupported", "reason": told, "refused": refused}
-    made = problems.of(cell.spec, workers)
-    if isinstance(made, Failure):
-        return row | {"status": made.status, "reason": made.reason}
 
-    def check(stack: str) -> tuple[Any, dict[str, np.ndarray]]:
+    def build(stack: str) -> None:
+        workers[stack].ask(f"{engine.TASKS}:build", patience(), case=cell.of(stack))  # the check tells what fails
+
+    def check(stack: str, paths: dict[str, str]) -> tuple[Any, dict[str, np.ndarray]]:
         with tempfile.NamedTemporaryFile(suffix=".npz") as keep:
-            found = workers[stack].ask(f"{engine.TASKS}:check", deadline, case=cell.of(stack),
-                                       reference=made["reference"], keep=keep.name, inputs=made[stack])
+            found = workers[stack].ask(f"{engine.TASKS}:check", patience(), case=cell.of(stack),
+                                       reference=paths["reference"], keep=keep.name, inputs=paths[stack])
             if isinstance(found, Failure):
                 return found, {}
             with np.load(keep.name) as held:
                 return found, {name: held[name] for name in held.files}
 
-    with concurrent.futures.ThreadPoolExecutor(len(STACKS)) as threads:  # their compilers take most of the time
-        checked = dict(zip(STACKS, threads.map(check, STACKS), strict=True))
+    with concurrent.futures.ThreadPoolExecutor(len(STACKS)) as threads:  # compilers take most of the time
+        built = [threads.submit(build, stack) for stack in STACKS]
+        made = problems.of(cell.spec, workers)
+        if isinstance(made, Failure):
+            return row | {"status": made.status, "reason": made.reason}
+        for done in built:
+            done.result()
+        checked = dict(zip(STACKS, threads.map(check, STACKS, itertools.repeat(made)), strict=True))
     for stack, (found, _) in checked.items():
         if isinstance(found, Failure):
             return row | {"status": found.status, "reason": f"{stack}: {found.reason}"}
@@ -119,16 +130,19 @@ def throughput(cell: Cell, workers: engine.Workers, deadline: float) -> dict[str
 class Run:
     """A run of jobs: the cells that are left, in groups of a kernel and a shape, and where their rows go."""
 
-    def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float):
+    def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, size: int):
         groups: dict[tuple[str, str], list[Cell]] = {}
         for cell in left:
             groups.setdefault((cell.shape, cell.kernel), []).append(cell)
-        parts = [part for group in groups.values() for part in itertools.batched(group, GROUP)]
+        parts = [part for group in groups.values() for part in itertools.batched(group, size)]
         self._groups = collections.deque(_rotated(part, n) for n, part in enumerate(parts))
         self._rows, self._problems, self._deadline = rows, problems, deadline
 
     def job(self, workers: engine.Workers) -> list[tuple[Cell, dict[str, Any]]]:
-        """Checks groups until none is left or the time is up; returns the rows that are good and still to be timed."""
+        """Checks groups until none is left or the time is up; returns the rows that are good and still to be timed.
+
+        A cell that the end of the time cuts off is left for another run.
+        """
         workers.start([*STACKS, "judge"], self._deadline)
         on_gpu, to_time = engine.on_gpu(workers, self._deadline), []
         while True:
@@ -140,8 +154,10 @@ class Run:
                 if self._rows.over:
                     return to_time
                 began = time.perf_counter()
-                row = judge(cell, workers, self._problems, self._deadline)
+                row = judge(cell, workers, self._problems, lambda: self._rows.patience(self._deadline))
                 row["check_seconds"] = time.perf_counter() - began
+                if self._rows.over and row["status"] == "timeout":
+                    return to_time
                 if on_gpu and SHAPES[cell.shape].timed and row["status"] == "ok":
                     to_time.append((cell, row))
                 else:
@@ -156,19 +172,22 @@ def _rotated(group: tuple[Cell, ...], n: int) -> tuple[Cell, ...]:
 
 def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float,
         workers: Sequence[engine.Workers]) -> None:
-    """Judges cells, a job for each of `workers`, then times those that are to be timed, one after the other."""
-    if not left:
-        return
-    going = Run(left, rows, problems, deadline)
-    with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
-        found = zip(workers, threads.map(going.job, workers), strict=True)
-        try:
-            to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
-        except BaseException:  # an interrupt: what the others are at is not waited for
-            for mine in workers:
-                mine.close()
-            raise
-    order = list(dict.fromkeys(cell.spec.mask for cell in left))
-    to_time.sort(key=lambda x: order.index(x[0].spec.mask))  # masks in turn, should the run be cut short
-    for cell, row, mine in to_time:
-        rows.write(cell, row | throughput(cell, mine, deadline))
+    """Judges cells, a job for each of `workers`: first those to be timed, which then are, one after the other."""
+    timed = [cell for cell in left if SHAPES[cell.shape].timed]
+    rest = [cell for cell in left if not SHAPES[cell.shape].timed]
+    for part, size in ((timed, TIMED_GROUP), (rest, GROUP)):
+        if not part:
+            continue
+        going = Run(part, rows, problems, deadline, size)
+        with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
+            found = zip(workers, threads.map(going.job, workers), strict=True)
+            try:
+                to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
+            except BaseException:  # an interrupt: what the others are at is not waited for
+                for mine in workers:
+                    mine.close()
+                raise
+        order = list(dict.fromkeys(cell.spec.mask for cell in part))
+        to_time.sort(key=lambda x: order.index(x[0].spec.mask))  # masks in turn, should the run be cut short
+        for cell, row, mine in to_time:
+            rows.write(cell, row | throughput(cell, mine, deadline))

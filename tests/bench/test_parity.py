@@ -53,6 +53,31 @@ def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monke
     repeats(row, tmp_path)
 
 
+def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_off_is_left(tmp_path, monkeypatch):
+    """Once a cell of flashinfer held its job until the run was killed, and no checked cell was ever timed."""
+    told, cells = [], parity_kernels.cells(["naive", "sdpa"], ["causal"], ["tiny", "long"], ["forward"], 0)
+    workers = [engine.Workers(), engine.Workers()]
+
+    def judge(cell, workers, problems, patience):
+        told.append(("judge", cell.shape))
+        if (cell.shape, cell.kernel) == ("tiny", "sdpa"):
+            rows._until = 0.0
+            assert patience() == 1.0
+            return {"status": "timeout", "reason": "x", "key": cell.key}
+        return {"status": "ok", "reason": "", "key": cell.key, "kind": "parity", "case": {}, "environment": {}}
+
+    monkeypatch.setattr(parity_kernels, "judge", judge)
+    monkeypatch.setattr(parity_kernels, "throughput", lambda cell, *_: told.append(("clock", cell.shape)) or {})
+    monkeypatch.setattr(engine, "on_gpu", lambda *_: True)
+    monkeypatch.setattr(engine.Workers, "start", lambda *_: None)
+    with records.Writer(tmp_path / "p.jsonl") as writer:
+        rows = Rows(writer, 4, Console(soft_wrap=True))
+        assert rows.patience(7.0) == 7.0
+        parity_kernels.run(cells, rows, Problems(tmp_path, 1.0), 1.0, workers)
+    assert told[:4] == [("judge", "long")] * 2 + [("clock", "long")] * 2 and set(told[4:]) == {("judge", "tiny")}
+    assert cells[1].kernel == "sdpa" and writer.keys == {c.key for c in cells} - {cells[1].key}
+
+
 @pytest.mark.parametrize("flag, value", [
     ("kernels", "fa9"), ("schemes", "star"), ("masks", "none"), ("shapes", "huge"), ("passes", "both"),
     ("worlds", "two"), ("worlds", "0"), ("sharding", "random")])
