@@ -21,7 +21,7 @@ from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
-TUNED = ("naive", "sdpa")  # kernels of which XLA runs variants on the device while it compiles
+UNTUNED = "--xla_gpu_autotune_level=0"  # of XLA_FLAGS: nothing is tried on the device while compiling
 
 
 class Stack:
@@ -204,8 +204,11 @@ class Stack:
             self._require_memory(compiled)
 
     def disturbs(self, kernel) -> bool:
-        """Whether `build` may not run beside a timing, since it uses the device."""
-        return self.on_gpu and kernel.name in TUNED
+        """Whether `build` may not run beside a timing: XLA tries variants on the device, unless it is told not to.
+
+        Also where a kernel is all there is, of the fusions around it.
+        """
+        return self.on_gpu and UNTUNED not in os.environ.get("XLA_FLAGS", "")
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""
