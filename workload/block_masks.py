@@ -108,10 +108,10 @@ class BlockMask:
             first, last = self.q_bounds[h, row], self.q_bounds[h, row + 1]
             rises = np.clip(np.searchsorted(limits, begin, side="right"), first, last)
             tops = np.clip(np.searchsorted(limits, end, side="left"), first, last)
-            for at, amount in ((rises, 1), (tops, -1)):
-                np.add.at(slope, at, amount)
+            for at, sign in ((rises, 1), (tops, -1)):
+                slope += sign * np.bincount(at, minlength=len(slope))
             for at, amount in ((rises, -begin), (tops, end), (last, begin - end)):
-                np.add.at(level, at, amount)
+                level += np.bincount(at, amount, len(level)).astype(np.int64)  # in float64: exact below 2 ** 53
         return np.cumsum(slope)[:-1] * limits + np.cumsum(level)[:-1]
 
     @cached_property

@@ -31,15 +31,12 @@ class SparseTiles:
       pieces: pieces of a step.
       slots: tiles that all rings hold together.
       registers: of a consumer and of the producer thread.
-      turns: whether consumers take turns at issuing products; None: where they share their tiles. On an H200 turns
-        lost 4 % at separate lists and won 3 % at a shared one.
       l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
     """
 
     pieces: int = 2
     slots: int = 6
     registers: tuple[int, int] = (240, 24)
-    turns: bool | None = None
     l2_bytes: int = 24 << 20
 
 
@@ -70,8 +67,6 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
     side, sections = (side // CONSUMERS if sharing == "heads" else side), q_heads // side
     kernel = _Forward(tiles, lists.rows, lists.piece, sharing, rings, scale, q_heads, kv_heads, dim, side,
                       lists.heads, q.dtype, out_dtype)
-    if tiles.turns is None:
-        kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(tiles, turns=rings == 1))
     slots, bar = tiles.slots // rings * rings, plgpu.Barrier
     out, lse = plgpu.kernel(
         kernel.body,
@@ -86,7 +81,6 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
             "q_ready": bar(num_barriers=CONSUMERS),
             "ready": bar(num_arrivals=tiles.pieces, num_barriers=slots),
             "free": bar(num_arrivals=CONSUMERS // rings, num_barriers=slots),
-            "turn": bar(num_barriers=CONSUMERS),
         },
         grid=(batch, sections, lists.tiles // rings, side),
         grid_names=("batch", "section", "place", "side"),
@@ -258,21 +252,20 @@ class _Forward:
                  for r in range(self.rings)]
         pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walks, batch, kv_head))
 
-        def consume(walk, ring, other):
+        def consume(walk, ring):
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             head = q_head + (warpgroup if self.sharing == "heads" else 0)
             row0 = walk.tile * self.rows + (warpgroup * ROWS if self.sharing == "rows" else 0)
             high = plgpu.load(refs.bound.at[mask_head, pl.ds(row0, ROWS)], layout=ROW, optimized=False)
-            _Consumer(self, s, walk, ring, batch, head, warpgroup, row0, high, other).run()
+            _Consumer(self, s, walk, ring, batch, head, warpgroup, row0, high).run()
 
         if self.rings == 1:
-            pl.when(warpgroup < CONSUMERS)(lambda: consume(walks[0], 0, walks[0].steps))
+            pl.when(warpgroup < CONSUMERS)(lambda: consume(walks[0], 0))
         else:
             choose = functools.partial(jnp.where, warpgroup == 0)
             mine = Walk(refs, mask_head, *(choose(getattr(walks[0], x), getattr(walks[1], x))
                                            for x in ("tile", "full", "total")), self.tiles.pieces)
-            most = jnp.maximum(walks[0].steps, walks[1].steps)
-            pl.when(warpgroup < CONSUMERS)(lambda: consume(mine, warpgroup, most))
+            pl.when(warpgroup < CONSUMERS)(lambda: consume(mine, warpgroup))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +283,6 @@ class _Scratch:
     q_ready: jax.Ref
     ready: jax.Ref
     free: jax.Ref
-    turn: jax.Ref
 
 
 def _key_turn(n):
@@ -350,15 +342,16 @@ class _Consumer:
     warpgroup: jax.Array
     row0: jax.Array
     high: jax.Array
-    most: jax.Array
+    q: jax.Array | None = None
 
     def run(self):
-        """Loads q, runs the steps, writes out and lse."""
+        """Loads q into registers, which halves what a product of logits reads, runs the steps, writes out and lse."""
         s, kernel = self.s, self.kernel
         rows, mine = pl.ds(self.row0, ROWS), self.warpgroup
         plgpu.copy_gmem_to_smem(s.q_g.at[self.batch, rows, self.head], s.q_s.at[mine], s.q_ready.at[mine])
         plgpu.barrier_wait(s.q_ready.at[mine])
-        acc, top, weight = pl.run_scoped(self._all_steps, plgpu.ACC((ROWS, kernel.dim), jnp.float32))
+        steps = dataclasses.replace(self, q=plgpu.load(s.q_s.at[mine], layout=TILE))._all_steps
+        acc, top, weight = pl.run_scoped(steps, plgpu.ACC((ROWS, kernel.dim), jnp.float32))
         some = weight > 0
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
@@ -380,14 +373,11 @@ class _Consumer:
         top = plgpu.layout_cast(row(-jnp.inf, jnp.float32), ROW)
         weight = plgpu.layout_cast(row(0.0, jnp.float32), ROW)
         p = plgpu.layout_cast(jnp.zeros((ROWS, kernel.columns), kernel.dtype), TILE)
-        pl.when(self.warpgroup == CONSUMERS - 1)(self._pass_turn)
         carry = lax.cond(steps > 0, lambda c: self._first(c), lambda c: c, (top, weight, p))
         carry = lax.fori_loop(1, full, functools.partial(self._step, acc_ref, masked=False), carry)
         first_partial = jnp.maximum(1, full)
         top, weight, p = lax.fori_loop(
             first_partial, steps, functools.partial(self._step, acc_ref, masked=True), carry)
-        lax.fori_loop(jnp.maximum(1, steps), self.most, lambda n, _: self._skip(), None)
-        pl.when(self.warpgroup == 0)(self._take_turn)  # the turn passed to it last
 
         @pl.when(steps > 0)
         def _():
@@ -400,21 +390,8 @@ class _Consumer:
     def _slot(self, turn):
         return self.ring * self.kernel.slots + lax.rem(turn, jnp.int32(self.kernel.slots))
 
-    def _take_turn(self):
-        if self.kernel.tiles.turns:
-            plgpu.barrier_wait(self.s.turn.at[self.warpgroup])
-
-    def _pass_turn(self):
-        if self.kernel.tiles.turns:
-            plgpu.barrier_arrive(self.s.turn.at[lax.rem(self.warpgroup + 1, jnp.int32(CONSUMERS))])
-
-    def _skip(self):
-        """The other consumer has more steps: hand it the turn."""
-        self._take_turn()
-        self._pass_turn()
-
     def _logits(self, s_ref, slot):
-        plgpu.wgmma(s_ref, self.s.q_s.at[self.warpgroup], self.s.kv_s.at[slot].transpose((1, 0)))
+        plgpu.wgmma(s_ref, self.q, self.s.kv_s.at[slot].transpose((1, 0)))
 
     def _product(self, acc_ref, p, n):
         slot = self._slot(_value_turn(n, self.walk.steps))
@@ -443,10 +420,8 @@ class _Consumer:
         plgpu.barrier_wait(s.ready.at[slot])
 
         def issue(s_ref):
-            self._take_turn()
             self._logits(s_ref, slot)
             self._product(acc_ref, p, n - 1)
-            self._pass_turn()
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
         logits = pl.run_scoped(issue, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
