@@ -59,6 +59,15 @@ class WrapperOperands:
     scale: float
 
 
+def compile_ahead(problem: AttentionProblem, device: torch.device, passes=PASSES) -> None:
+    """Compiles what the wrapper will ask for, about a minute for a head_dim and dtype: no other row waits for it so."""
+    del device, passes
+    dtype, dim = getattr(torch, problem.dtype), problem.head_dim
+    no_positions, plain = 0, (False, False, False)  # no window, no cap of logits, no half-precision sums
+    prefill = package(NAME, f"{NAME}.prefill")
+    prefill.get_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, dim, dim, no_positions, *plain)
+
+
 def prepare(problem: AttentionProblem, device=None) -> WrapperOperands:
     """Plans the wrapper; the first plan of a head_dim and dtype compiles for about a minute."""
     mask, repeats = problem.mask, problem.kv_heads // problem.mask.heads
@@ -96,4 +105,5 @@ KERNEL = Kernel(
     forward,
     None,
     available,
+    compile_ahead=compile_ahead,
 )

@@ -1,5 +1,7 @@
 """vsa, flashinfer, cudnn_sparse and flex_sparse: what they say of themselves, and what their packages are handed."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -142,6 +144,17 @@ def test_without_the_hardware_they_say_so(name):
     problem = AttentionProblem(uniform_block(256, 256, 1, 64, 0.5), 1, 2, 2)
     with pytest.raises(Unsupported, match="compute capability 9.0|CUDA GPU"):
         kernels.get(name).require(problem, ("forward",))
+
+
+def test_flashinfer_compiles_ahead_what_its_wrapper_asks_for(monkeypatch):
+    """The arguments of the package's module, as VariableBlockSparseAttentionWrapper.plan derives them for a problem."""
+    asked = []
+    stand_in = types.SimpleNamespace(get_batch_prefill_module=lambda *x: asked.append(x))
+    monkeypatch.setattr(flashinfer, "package", lambda kernel, module: {"flashinfer.prefill": stand_in}[module])
+    problem = AttentionProblem(uniform_block(256, 256, 1, 64, 0.5), 1, 2, 2, 128, "float16")
+    kernels.get("flashinfer").compile_ahead(problem, torch.device("cpu"), ("forward",))
+    half = torch.float16
+    assert asked == [("fa3", half, half, half, torch.int32, 128, 128, 0, False, False, False)]
 
 
 def test_arguments_that_vsa_cannot_honour():
