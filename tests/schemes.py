@@ -70,6 +70,14 @@ def _problem(name, q_len, kv_len, heads, dtype, head_dim, batch):
     return AttentionProblem(mask, batch, *heads, head_dim, dtype)
 
 
+def sample(masks, worlds=(2, 3, 4, 8)) -> list[Case]:
+    """Of the matrix, every scheme under each of these masks on one grid, grids taken in turn."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in matrix(worlds):
+        found.setdefault((case.mask, case.scheme), []).append(case)
+    return [cases[n % len(cases)] for n, ((mask, _), cases) in enumerate(found.items()) if mask in masks]
+
+
 def matrix(worlds=WORLDS) -> list[Case]:
     """Every grid x mask x world where the world has such a grid; shardings, lengths and heads taken in turn."""
     out = []

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from workload import suite
+
 FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 
 
@@ -30,14 +32,16 @@ def assert_right(found):
     assert not wrong, "\n".join(wrong)
 
 
-def test_sampled_matrix():
-    """A sample of schemes x masks x worlds equals the oracle in both passes and moves the schedule's bytes.
+@pytest.mark.parametrize("part", range(4))
+def test_sampled_matrix(part):
+    """Every scheme x mask, on one grid each, equals the oracle in both passes and moves the schedule's bytes.
 
     D1, D2: each gradient on its own, masks that are not causal among them; K6: kinds and bytes as the program has them.
     """
-    for found in (records("matrix", 53, 2, 3, 4), records("matrix", 97, 8)):
-        assert len(found) > 1
-        assert_right(found)
+    names = tuple(suite.ALL_BUILDERS)[part::4]
+    found = records("sample", *names)
+    assert len(found) == 5 * len(names)
+    assert_right(found)
 
 
 @pytest.mark.slow

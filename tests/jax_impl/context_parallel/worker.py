@@ -16,7 +16,7 @@ from jax_impl import kernels
 from jax_impl.hlo import collective_bytes
 from jax_impl.kernels import hopper_kernel, naive
 from tests.conformance import BUDGET, FLOOR, inputs, relative_error
-from tests.schemes import GROUPED, UNGROUPED, Case, matrix
+from tests.schemes import GROUPED, UNGROUPED, Case, matrix, sample
 from workload import masks
 from workload.errors import Unsupported
 from workload.oracle import attention_oracle
@@ -96,6 +96,12 @@ def check_matrix(stride: str = "1", *worlds: str):
     """Every stride-th case of the matrix, on these worlds or all."""
     cases = matrix(tuple(map(int, worlds))) if worlds else matrix()
     for case in cases[:: int(stride)]:
+        yield {"case": case.label, "wrong": judge(case)}
+
+
+def check_sample(*names: str):
+    """Every scheme under each of these masks, on one grid."""
+    for case in sample(names):
         yield {"case": case.label, "wrong": judge(case)}
 
 
