@@ -22,20 +22,23 @@ def ordered(cases: Iterable[Case]) -> list[Case]:
 def shares(cases: Sequence[Case], workers: int) -> list[list[tuple[int, Case]]]:
     """Who measures what, as (number of the worker, case) lists, one a thread.
 
-    One worker a stack: all cases in one list, as they are ordered. Several: each takes the same kernels and masks at
-    every length, short ones first, so that what it compiled serves again, and a row finds those of shorter lengths.
+    One worker a stack: all cases in one list, as they are ordered. Several: each takes the same kernels, heads and
+    masks at every length, short ones first, so that what it compiled serves again, and a row finds those of shorter
+    lengths.
     """
+    def kind(c: Case) -> tuple:
+        return c.kernel, c.spec.mask != "full", c.spec.mask, c.spec.q_heads, c.spec.kv_heads, repr(c.spec.settings)
+
     if workers == 1:
         return [[(0, case) for case in cases]]
     out = []
     for stack in sorted({case.stack for case in cases}):
         mine = [case for case in cases if case.stack == stack]
-        kinds = sorted({(c.kernel, c.spec.mask != "full", c.spec.mask) for c in mine})
-        place = {kind: n * workers // len(kinds) for n, kind in enumerate(kinds)}
+        kinds = sorted({kind(c) for c in mine})
+        place = {x: n * workers // len(kinds) for n, x in enumerate(kinds)}
         lists: list[list[tuple[int, Case]]] = [[] for _ in range(workers)]
         for case in sorted(mine, key=lambda c: c.spec.seq_len):
-            number = place[case.kernel, case.spec.mask != "full", case.spec.mask]
-            lists[number].append((number, case))
+            lists[place[kind(case)]].append((place[kind(case)], case))
         out += [x for x in lists if x]
     return out
 

@@ -1,6 +1,7 @@
 """Several workers of a stack: what is timed is alone, what is checked is not, and who measures what."""
 
 import collections
+import dataclasses
 import itertools
 import threading
 import time
@@ -267,6 +268,9 @@ def test_each_worker_has_its_kernels_and_masks_at_every_length():
         assert all(by_length[0][n][2] == ("forward", "backward")[n % 2] for n in range(len(by_length[0])))
     assert shares(run, 1) == [[(0, c) for c in run]]
     assert shares([], 3) == []
+    densities = [dataclasses.replace(run[0], spec=dataclasses.replace(run[0].spec, settings=(("density", x),)))
+                 for x in (0.1, 0.2, 0.5)]
+    assert len(shares(densities, 3)) == 3  # of one kernel, under masks that differ in their settings alone
 
 
 def test_who_has_finished_its_share_takes_of_the_longest_of_its_stack():
