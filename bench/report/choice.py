@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Place = tuple[str, str, str, int, str]  # shape, dtype, mask, tokens, stack
 Seconds = dict[str, dict[str, float]]  # of a pass, by kernel
 CLOSE = 0.05
-FAIR = 0.6
+SERIOUS = 1.5
 NAMES = {"jax": "JAX", "torch": "PyTorch"}
 TRAINING = PASSES
 QUESTIONS = ((TRAINING, "Training: forward and backward"), (PASSES[:1], "Forward alone"))
@@ -44,15 +44,6 @@ def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
     return {place: max(turns.get(place, {}), alone.get(place, {}), key=len) for place in {**alone, **turns}}
 
 
-def contenders(rows: Sequence[Row]) -> dict[tuple[str, str], set[str]]:
-    """(mask, stack) -> the kernels that were timed under it at any length, whatever their figures are worth."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for e in (*aggregate.entries(rows), *peers.entries(rows)):
-        if e.rate and e.kernel in options.KERNELS.get(e.stack, ()):
-            found.setdefault((e.mask, e.stack), set()).add(e.kernel)
-    return found
-
-
 def fastest(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> dict[str, float]:
     """Kernels and their seconds, the fastest first, those within CLOSE of it behind; empty where none has all passes.
 
@@ -64,18 +55,31 @@ def fastest(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -
     return {k: s for k, s in sorted(total.items(), key=lambda x: x[1]) if s <= (1 + CLOSE) * best}
 
 
+def serious(found: Mapping[Place, Seconds]) -> dict[tuple, set[str]]:
+    """Of each shape, mask and stack, the kernels that come near the fastest at the length where most were timed."""
+    fullest: dict[tuple, tuple[int, int]] = {}
+    out: dict[tuple, set[str]] = {}
+    for place, kernels in found.items():
+        whole = {k: sum(times.values()) for k, times in kernels.items() if all(w in times for w in TRAINING)}
+        if whole and (len(whole), place[3]) > fullest.get(_line(place), (0, 0)):
+            fullest[_line(place)] = len(whole), place[3]
+            out[_line(place)] = {k for k, s in whole.items() if s <= SERIOUS * min(whole.values())}
+    return {_line(place): out.get(_line(place), set()) for place in found}
+
+
+def _line(place: Place) -> tuple:
+    """The place without its length."""
+    return (*place[:3], place[4])
+
+
 def section(rows: Sequence[Row]) -> str:
     """HTML; empty where no two kernels were timed.
 
-    A place where many kernels were not timed has no winner: a slow one would look like it.
+    A place where a serious contender was not timed has no winner: a slow one would look like it.
     """
-    known = contenders(rows)
-
-    def told(place: Place, kernels: Seconds) -> bool:
-        _, _, mask, _, stack = place
-        return len(kernels) >= max(2, FAIR * len(known.get((mask, stack), ())) if mask in STATIC_MASKS else 0)
-
-    found = {place: kernels for place, kernels in seconds(rows).items() if told(place, kernels)}
+    found = {place: kernels for place, kernels in seconds(rows).items() if len(kernels) > 1}
+    needed = serious(found)
+    found = {place: kernels for place, kernels in found.items() if needed[_line(place)] <= set(kernels)}
     shapes = Counter((place[0], place[1]) for place in found if place[2] in STATIC_MASKS)
     if not shapes:
         return ""
@@ -83,9 +87,9 @@ def section(rows: Sequence[Row]) -> str:
     here = {place: kernels for place, kernels in found.items() if place[:2] == (shape, dtype)}
     note = (
         f"<p>The fastest kernel of each stack by mask and length, for {page.esc(shape)}, {page.esc(dtype)}; kernels "
-        f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. A place is empty where fewer "
-        f"than {FAIR:.0%} of a stack's kernels were timed. Point at a cell for times. What the names stand for "
-        'and what each refuses <a href="#capability">is told below</a>.</p>')
+        f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. A place is empty where one "
+        f"was not timed that elsewhere comes within {SERIOUS:g} times the fastest. Point at a cell for times. What the names "
+        'stand for and what each refuses <a href="#capability">is told below</a>.</p>')
     opened, folded = (_tables(here, passes, title) for passes, title in QUESTIONS)
     return (note + _rule(here) + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
             + _blocks(found))
