@@ -148,9 +148,9 @@ def reference_of(problem: AttentionProblem, spec: InputSpec, sample: Sample | No
     return Reference(exact, budgets(naive, exact), oracle)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _long_inputs(q_shape, kv_shape, dtype: str, spec: InputSpec, sample: Sample) -> dict[str, np.ndarray]:
-    """The sampled heads of a long problem's inputs: all masks of a shape read the same."""
+    """The sampled heads of a long problem's inputs: all masks of a shape read the same; a run may alternate two."""
     group = q_shape[2] // kv_shape[2]
     return {
         name: np.ascontiguousarray(sample.heads(name, tiled(pool(spec.seed, dtype), offset, shape), group))
