@@ -7,7 +7,7 @@ from typing import Any
 from workload.suite import ALL_BUILDERS
 
 Row = dict[str, Any]
-FAIR = 0.6
+FAIR = 0.8
 
 
 def attention_rows(rows: Iterable[Row]) -> list[Row]:
@@ -144,7 +144,7 @@ def settings(found: Sequence[Entry]) -> list[tuple[str, int, str, str]]:
 def telling(counts: dict[int, int]) -> int:
     """The longest length with at least `FAIR` of the largest count.
 
-    >>> telling({1024: 100, 8192: 70, 32768: 40})
+    >>> telling({1024: 100, 8192: 90, 32768: 70})
     8192
     """
     return max(length for length, count in counts.items() if count >= FAIR * max(counts.values()))

@@ -44,13 +44,18 @@ def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
     return {place: max(turns.get(place, {}), alone.get(place, {}), key=len) for place in {**alone, **turns}}
 
 
+def whole_seconds(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> dict[str, float]:
+    """What the passes take together, of the kernels that have them all."""
+    return {k: sum(times[w] for w in passes) for k, times in kernels.items() if all(w in times for w in passes)}
+
+
 def fastest(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> dict[str, float]:
     """Kernels and their seconds, the fastest first, those within CLOSE of it behind; empty where none has all passes.
 
     >>> fastest({"a": {"forward": 2.0}, "b": {"forward": 1.0}, "c": {"forward": 1.04}}, ["forward"])
     {'b': 1.0, 'c': 1.04}
     """
-    total = {k: sum(times[w] for w in passes) for k, times in kernels.items() if all(w in times for w in passes)}
+    total = whole_seconds(kernels, passes)
     best = min(total.values(), default=0.0)
     return {k: s for k, s in sorted(total.items(), key=lambda x: x[1]) if s <= (1 + CLOSE) * best}
 
@@ -60,7 +65,7 @@ def serious(found: Mapping[Place, Seconds]) -> dict[tuple, set[str]]:
     fullest: dict[tuple, tuple[int, int]] = {}
     out: dict[tuple, set[str]] = {}
     for place, kernels in found.items():
-        whole = {k: sum(times.values()) for k, times in kernels.items() if all(w in times for w in TRAINING)}
+        whole = whole_seconds(kernels, TRAINING)
         if whole and (len(whole), place[3]) > fullest.get(_line(place), (0, 0)):
             fullest[_line(place)] = len(whole), place[3]
             out[_line(place)] = {k for k, s in whole.items() if s <= SERIOUS * min(whole.values())}
@@ -78,18 +83,20 @@ def section(rows: Sequence[Row]) -> str:
     A place where a serious contender was not timed has no winner: a slow one would look like it.
     """
     found = {place: kernels for place, kernels in seconds(rows).items() if len(kernels) > 1}
-    needed = serious(found)
-    found = {place: kernels for place, kernels in found.items() if needed[_line(place)] <= set(kernels)}
-    shapes = Counter((place[0], place[1]) for place in found if place[2] in STATIC_MASKS)
-    if not shapes:
+    timed = Counter((place[0], place[1]) for place, kernels in found.items() for _ in kernels
+                    if place[2] in STATIC_MASKS)
+    if not timed:
         return ""
-    shape, dtype = shapes.most_common(1)[0][0]
+    shape, dtype = timed.most_common(1)[0][0]
+    needed = serious(found)
+    found = {place: kernels for place, kernels in found.items()
+             if needed[_line(place)] <= set(whole_seconds(kernels, TRAINING))}
     here = {place: kernels for place, kernels in found.items() if place[:2] == (shape, dtype)}
     note = (
         f"<p>The fastest kernel of each stack by mask and length, for {page.esc(shape)}, {page.esc(dtype)}; kernels "
         f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. A place is empty where one "
-        f"was not timed that elsewhere comes within {SERIOUS:g} times the fastest. Point at a cell for times. What the names "
-        'stand for and what each refuses <a href="#capability">is told below</a>.</p>')
+        f"was not timed that elsewhere comes within {SERIOUS:g} times the fastest. Point at a cell for times. What the "
+        'names stand for and what each refuses <a href="#capability">is told below</a>.</p>')
     opened, folded = (_tables(here, passes, title) for passes, title in QUESTIONS)
     return (note + _rule(here) + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
             + _blocks(found))
@@ -141,8 +148,8 @@ def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> 
     leaders = fastest(kernels, passes)
     if not leaders:
         return ""
-    behind = {k: sum(times[w] for w in passes) for k, times in kernels.items() if all(w in times for w in passes)}
-    told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in sorted(behind.items(), key=lambda x: x[1]))
+    every = sorted(whole_seconds(kernels, passes).items(), key=lambda x: x[1])
+    told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in every)
     colour = pictures.kernel_colour(next(iter(leaders)))
     return (f'<td style="background: {colour}44" title="{page.esc(told)}">'
             f"{page.esc(', '.join(leaders))}</td>")
