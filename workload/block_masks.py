@@ -45,7 +45,10 @@ class BlockMask:
 
     def __post_init__(self):
         for label in ("q_bounds", "kv_bounds", "counts", "indices", "q_positions", "kv_positions"):
-            object.__setattr__(self, label, np.asarray(getattr(self, label), np.int32))
+            held = np.asarray(getattr(self, label))
+            if held.size and held.dtype.kind not in "iu":
+                raise ValueError(f"{label}: {held.dtype}, must be integers")
+            object.__setattr__(self, label, held.astype(np.int32, copy=False))
         for label, x, n in (("q_bounds", self.q_bounds, self.q_len), ("kv_bounds", self.kv_bounds, self.kv_len)):
             if x.ndim != 2 or (x[:, 0] != 0).any() or (x[:, -1] != n).any() or (np.diff(x) < 0).any():
                 raise ValueError(f"{label}: rows must ascend from 0 to {n}")
@@ -54,6 +57,17 @@ class BlockMask:
             raise ValueError(f"indices: shape {self.indices.shape} with counts {self.counts.shape}, need {lists}")
         if len(self.kv_bounds) != self.heads:
             raise ValueError(f"kv_bounds: {len(self.kv_bounds)} heads, q_bounds has {self.heads}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        """Kernels read what the lists name: it must be there, and once."""
+        slots = self.indices.shape[2]
+        if self.counts.size and not 0 <= self.counts.min() <= self.counts.max() <= slots:
+            raise ValueError(f"counts: {self.counts.min()} to {self.counts.max()}, the lists have {slots} slots")
+        if self.indices.size and not 0 <= self.indices.min() <= self.indices.max() < max(1, self.kv_blocks):
+            raise ValueError(f"indices: {self.indices.min()} to {self.indices.max()}, of {self.kv_blocks} key blocks")
+        if (self.listed[:, :, 1:] & (self.indices[:, :, 1:] <= self.indices[:, :, :-1])).any():
+            raise ValueError("indices: the key blocks of a query block must ascend")
 
     @property
     def heads(self) -> int:
@@ -355,6 +369,7 @@ def uniform_block(
     >>> uniform_block(8, 12, 1, 4, 0.67).counts.tolist()
     [[2, 2]]
     """
+    heads = integer("heads", heads, 1)
     q_bounds, kv_bounds = (np.repeat(choose.uniform_bounds(n, block)[None], heads, 0) for n in (q_len, kv_len))
     scores = choose.scores(selection, q_bounds, kv_bounds, np.random.Generator(np.random.PCG64(seed)), q, k)
     return from_scores(scores, q_bounds, kv_bounds, density=density, top_p=top_p, causal=causal, block=block,
@@ -371,7 +386,7 @@ def variable_block(
       mean, minimum: about `mean` tokens a block, none shorter than `minimum`.
       others: as in `uniform_block`.
     """
-    rng = np.random.Generator(np.random.PCG64(seed))
+    rng, heads = np.random.Generator(np.random.PCG64(seed)), integer("heads", heads, 1)
     q_bounds, kv_bounds = (
         np.stack([choose.drawn_bounds(n, mean, minimum, rng) for _ in range(heads)]) for n in (q_len, kv_len)
     )

@@ -107,8 +107,7 @@ def pack(
     >>> int(pack(5000, "pile", seed=3).sum())
     5000
     """
-    if seq_len < 0:
-        raise ValueError(f"seq_len: {seq_len} is negative")
+    integer("seq_len", seq_len)
     if cap is not None and not 0 < cap <= 1:
         raise ValueError(f"cap: {cap} is not within (0, 1]")
     if not 0 <= long_share <= 1:

@@ -24,6 +24,8 @@ def drawn_bounds(length: int, mean: int, minimum: int, rng: np.random.Generator)
 
     What the minimum leaves over is cut at uniformly drawn places.
     """
+    for label, n in (("length", length), ("mean", mean), ("minimum", minimum)):
+        integer(label, n)
     if not 1 <= minimum <= mean:
         raise ValueError(f"minimum: {minimum} is not within 1..mean ({mean})")
     if length < minimum:
@@ -59,6 +61,11 @@ def importance(q, k, q_bounds, kv_bounds) -> np.ndarray:
       q_bounds, kv_bounds: [heads, blocks + 1]; heads divides q_heads.
     """
     q, k = np.asarray(q, np.float32), np.asarray(k, np.float32)
+    for label, x, bounds in (("q", q, q_bounds), ("k", k, kv_bounds)):
+        if x.ndim != 4 or x.shape[1] != bounds[0, -1]:
+            raise ValueError(f"{label}: shape {x.shape} is not [batch, {bounds[0, -1]}, heads, head_dim]")
+    if q.shape[2] % k.shape[2] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"k: shape {k.shape} does not go with q's {q.shape}")
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     heads, q_heads = len(q_bounds), q.shape[2]
     if q_heads % heads:

@@ -243,6 +243,11 @@ def test_one_list_serves_all_heads():
     assert mask.indices.shape[0] == 1 and AttentionProblem(mask, q_heads=64).cells == 64 * mask.area
 
 
+def changed(**lists):
+    """Two query blocks that see both key blocks, with other lists."""
+    return dataclasses.replace(uniform_block(8, 8, 1, 4, 1.0), **lists)
+
+
 @pytest.mark.parametrize(
     "call,message",
     [
@@ -260,7 +265,18 @@ def test_one_list_serves_all_heads():
         (lambda: from_scores(np.full((1, 1, 1), np.nan), [[0, 8]], [[0, 8]], density=0.5), "scores: NaN among them"),
         (lambda: uniform_block(8, 9, 1, 4, 0.5).restrict([0, 8], [0]), "q_positions: must be strictly ascending"),
         (lambda: uniform_block(8, 9, 1, 4, 0.5).refine(0), "block: 0 is not an integer >= 1"),
-        (lambda: dataclasses.replace(uniform_block(8, 8, 1, 4, 0.5), counts=np.ones((2, 2))), "indices: shape"),
+        (lambda: uniform_block(8, 8, 0, 4, 0.5), "heads: 0 is not an integer >= 1"),
+        (lambda: uniform_block(8, 8, 1, 4, 0.5, selection="importance", q=np.ones((1, 9, 1, 2)),
+                               k=np.ones((1, 8, 1, 2))), r"q: shape \(1, 9, 1, 2\) is not \[batch, 8"),
+        (lambda: uniform_block(8, 8, 1, 4, 0.5, selection="importance", q=np.ones((1, 8, 1, 2)),
+                               k=np.ones((1, 8, 1, 3))), r"k: shape \(1, 8, 1, 3\) does not go with q's"),
+        (lambda: variable_block(8, 8, 1, 4.5, 1, 0.5), "mean: 4.5 is not an integer"),
+        (lambda: changed(counts=np.ones((2, 2), int)), "indices: shape"),
+        (lambda: changed(counts=[[3, 1]]), "counts: 1 to 3, the lists have 2 slots"),
+        (lambda: changed(counts=[[0.5, 1]]), "counts: float64, must be integers"),
+        (lambda: changed(indices=[[[0, 2], [0, 1]]]), "indices: 0 to 2, of 2 key blocks"),
+        (lambda: changed(indices=[[[-1, 0], [0, 1]]]), "indices: -1 to 1, of 2 key blocks"),
+        (lambda: changed(indices=[[[1, 1], [0, 1]]]), "indices: the key blocks of a query block must ascend"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call, message):
