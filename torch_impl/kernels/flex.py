@@ -151,11 +151,6 @@ def _compiled(run, scale, form, signature):
         return _inductor.compile(graph, example)
 
 
-def compiles() -> int:
-    """How many programs were compiled so far: one per pass and shape, never more."""
-    return _compiled.cache_info().misses
-
-
 def _run(traced, scale, operands, *tensors):
     """Runs a traced function through Inductor."""
     tensors = (*tensors, *operands.bounds, *operands.lists)
