@@ -6,7 +6,6 @@ many, what a tile sees alone (hopper_sparse_roles.py) all of them. Blocks of 128
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,11 @@ class SparseBackwardTiles:
     Attributes:
       pairs, roles: of the two kernels.
       l2_bytes: cache that the queries, douts and float32 dq of the heads side by side may take.
-      split: thread blocks that the query heads of a tile's group are divided among; one for each head by default. They
-        add to float32 dk and dv.
     """
 
     pairs: PairTiles = PairTiles()
     roles: RoleTiles = RoleTiles()
     l2_bytes: int = 32 << 20
-    split: int | None = None
 
 
 def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> int:
@@ -64,17 +60,17 @@ def sparse_backward(
     batch, q_len, q_heads, dim = q.shape
     kv_heads, pieces, grad_dtype = k.shape[2], round_up(q_len, ROWS) // ROWS, jnp.dtype(grad_dtype)
     group = q_heads // kv_heads
-    split, side = math.gcd(tiles.split or group, group), kv_heads_in_cache(q_len, kv_heads, dim, tiles.l2_bytes)
+    side = kv_heads_in_cache(q_len, kv_heads, dim, tiles.l2_bytes)
 
     def grid(lists: Lists) -> KeyGrid:
-        return KeyGrid(batch, kv_heads, lists.tiles, group, split, side, lists.heads)
+        return KeyGrid(batch, kv_heads, lists.tiles, group, side, lists.heads)
 
     def cleared(tiles: int) -> jax.Ref:
         return jax.new_ref(jnp.zeros((batch, tiles, *register_shape(dim)), jnp.float32))
 
     dq, lse, delta = cleared(q_heads * pieces), -lse / (scale * LOG2E), -delta
     key_tiles = shared.tiles * shared.rows // ROWS
-    sums = tuple(cleared(kv_heads * key_tiles) for _ in range(2 if split > 1 else 0))
+    sums = tuple(cleared(kv_heads * key_tiles) for _ in range(2 if group > 1 else 0))
     part = grad_dtype if apart is None else jnp.dtype(jnp.float32)
     grads = pairs_backward(
         q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part, sums=sums)

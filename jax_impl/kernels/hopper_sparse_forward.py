@@ -145,19 +145,10 @@ class Walk:
         start, end = self.refs.starts[self.head, piece], self.refs.ends[self.head, piece]
         return start, jnp.where(n * self.pieces + j < self.total, end - start, 0)
 
-    def each_head(self, heads: int, visit):
-        """Runs visit(turn, head, n) over all pieces n for each of some heads: the full pieces of all heads first."""
-        def one_head(begin, end, g, turn):
-            lax.fori_loop(begin, end, lambda n, _: visit(turn + n - begin, g, n), None)
-            return turn + end - begin
-
-        turn = lax.fori_loop(0, heads, functools.partial(one_head, jnp.int32(0), self.full), jnp.int32(0))
-        lax.fori_loop(0, heads, functools.partial(one_head, self.full, self.total), turn)
-
-    def each_turn(self, heads: int, step, carry=None):
-        """Folds step(masked, turn, carry) -> carry over the turns of `each_head`."""
-        carry = lax.fori_loop(0, heads * self.full, functools.partial(step, False), carry)
-        return lax.fori_loop(heads * self.full, heads * self.total, functools.partial(step, True), carry)
+    def each_piece(self, step, carry=None):
+        """Folds step(masked, n, carry) -> carry over all pieces n, the full ones first."""
+        carry = lax.fori_loop(0, self.full, functools.partial(step, False), carry)
+        return lax.fori_loop(self.full, self.total, functools.partial(step, True), carry)
 
 
 def walk_of(refs: ListRefs, head, tile, pieces: int) -> Walk:
@@ -173,11 +164,13 @@ def row_tile(refs: ListRefs, head, place):
 
 @dataclasses.dataclass(frozen=True)
 class KeyGrid:
-    """Which keys and query heads each thread block of a backward kernel takes.
+    """Which keys and which query head each thread block of a backward kernel takes.
+
+    Blocks of a head follow each other, so that its queries, douts and dq stay in the cache.
 
     Attributes:
       batch, kv_heads, tiles: how many there are, tiles of keys.
-      group: query heads of a kv head; split: thread blocks that they are divided among.
+      group: query heads of a kv head.
       side: kv heads that run side by side.
       mask_heads: masks held.
     """
@@ -186,28 +179,22 @@ class KeyGrid:
     kv_heads: int
     tiles: int
     group: int
-    split: int
     side: int
     mask_heads: int
 
-    names = ("batch", "section", "part", "place", "side")
+    names = ("batch", "section", "member", "place", "side")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's grid."""
-        return self.batch, self.kv_heads // self.side, self.split, self.tiles, self.side
-
-    @property
-    def heads(self) -> int:
-        """Query heads of a thread block."""
-        return self.group // self.split
+        return self.batch, self.kv_heads // self.side, self.group, self.tiles, self.side
 
     def here(self, refs: ListRefs):
-        """(batch entry, kv head, first query head, walk) of this thread block."""
+        """(batch entry, kv head, query head, walk) of this thread block."""
         kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
         walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
-        return lax.axis_index("batch"), kv_head, kv_head * self.group + lax.axis_index("part") * self.heads, walk
+        return lax.axis_index("batch"), kv_head, kv_head * self.group + lax.axis_index("member"), walk
 
 
 @dataclasses.dataclass(frozen=True)

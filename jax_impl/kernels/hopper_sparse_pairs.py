@@ -44,7 +44,7 @@ def pairs_backward(
       dq: a reference to float32 [batch, q_heads * pieces, *register_shape(head_dim)], to which dq is added.
       grid: of the thread blocks.
       sums: references to float32 [batch, kv_heads * 2 tiles, *register_shape(head_dim)], to which dk and dv are added
-        instead of being returned; wanted where the grid divides a group's heads.
+        instead of being returned; wanted where a kv head has several query heads.
     """
     batch, _, q_heads, dim = q.shape
     dtype, slots, bar = q.dtype, tiles.slots, plgpu.Barrier
@@ -122,7 +122,7 @@ class _Pairs:
         return self.dim == CONSUMERS * PART
 
     def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
-        """One thread block: two tiles of keys of one kv head, over all query heads of its share of the group."""
+        """One thread block: two tiles of keys of a kv head, in one of its query heads."""
         *lists, dk_g, dv_g = refs
         s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
         here, warpgroup = self.grid.here(refs), lax.axis_index("warpgroup")
@@ -141,20 +141,20 @@ def _produce(kernel: _Pairs, s: _Scratch, batch, kv_head, q_head, walk: Walk):
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, kv_head], s.k_s, s.kv_ready)
     plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, kv_head], s.v_s, s.kv_ready)
 
-    def load(turn, gmem, stats, piece, head):
+    def load(turn, gmem, stats, piece):
         slot, rows = lax.rem(turn, slots), pl.ds(piece * ROWS, ROWS)
         pl.when(turn >= slots)(lambda: plgpu.barrier_wait(s.free.at[slot]))
-        s.where_s[slot] = head * kernel.pieces + piece  # consumers read it, so that they hold no state of the walk
-        plgpu.copy_gmem_to_smem(gmem.at[batch, rows, head], s.ring_s.at[slot], s.ready.at[slot])
-        plgpu.copy_gmem_to_smem(stats.at[batch, head, rows], s.stat_s.at[slot], s.ready.at[slot])
+        s.where_s[slot] = q_head * kernel.pieces + piece  # consumers read it, so that they hold no state of the walk
+        plgpu.copy_gmem_to_smem(gmem.at[batch, rows, q_head], s.ring_s.at[slot], s.ready.at[slot])
+        plgpu.copy_gmem_to_smem(stats.at[batch, q_head, rows], s.stat_s.at[slot], s.ready.at[slot])
 
-    def visit(n, g, place):
-        piece = walk.index(place, 0)
-        load(2 * n, s.q_g, s.lse_g, piece, q_head + g)
-        load(2 * n + 1, s.do_g, s.delta_g, piece, q_head + g)
+    def visit(n, _):
+        piece = walk.index(n, 0)
+        load(2 * n, s.q_g, s.lse_g, piece)
+        load(2 * n + 1, s.do_g, s.delta_g, piece)
 
-    walk.each_head(kernel.grid.heads, visit)
-    turns = 2 * kernel.grid.heads * walk.total
+    lax.fori_loop(0, walk.total, visit, None)
+    turns = 2 * walk.total
 
     def drain(turn, _):  # nothing may be pending when the block ends
         plgpu.barrier_wait(s.free.at[lax.rem(turn, slots)])
@@ -210,18 +210,18 @@ class _Consumer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _all_steps(self, dk_ref, dv_ref):
-        s, heads = self.s, self.kernel.grid.heads
-        if self.kernel.halves:  # step -1 has dS = 0 and adds nothing, to the first piece of the first head
+        s = self.s
+        if self.kernel.halves:  # step -1 has dS = 0 and adds nothing, to the first piece
             s.ds_s[1, self._mine] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.kernel.dtype), TILE)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.ds_ready)
         start = self.q_head * self.kernel.pieces
-        last = self.walk.each_turn(heads, functools.partial(self._step, dk_ref, dv_ref), start)
+        last = self.walk.each_piece(functools.partial(self._step, dk_ref, dv_ref), start)
         if self.kernel.halves:
             plgpu.barrier_wait(s.ds_ready)
 
             def rest(dq_ref):
-                self._issue_dq(dq_ref, lax.rem(heads * self.walk.total + 1, jnp.int32(2)))
+                self._issue_dq(dq_ref, lax.rem(self.walk.total + 1, jnp.int32(2)))
                 self._add_dq(dq_ref[...], last)
 
             pl.run_scoped(rest, plgpu.ACC((ROWS, PART), jnp.float32))

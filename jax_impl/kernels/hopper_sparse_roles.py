@@ -1,6 +1,6 @@
 """Block-sparse backward pass on Hopper: a role for each warpgroup, five products a tile.
 
-A thread block owns 64 keys and walks their list of query pieces over all heads of the group. One warpgroup
+A thread block owns 64 keys and walks their list of query pieces in one query head. One warpgroup
 computes probabilities and dv, one the gradients of the logits and dk, one dq, which it adds to float32 memory by TMA;
 probabilities and gradients are handed on through shared memory. None waits for another's arithmetic, so the products
 of one run under the exponentials, sums and additions of the others. Keys and values stay in registers.
@@ -130,7 +130,7 @@ class _Backward:
     summed: bool
 
     def body(self, q_g, k_g, v_g, do_g, statistics_g, dq_g, *refs, **scratch):
-        """One thread block: a tile of keys of one kv head, over all query heads of its share of the group."""
+        """One thread block: a tile of keys of a kv head, in one of its query heads."""
         *refs, dk_g, dv_g = refs
         before, lists = ((None, None), refs) if self.summed else (refs[:2], refs[2:])
         s, refs = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
@@ -159,7 +159,7 @@ class _Block:
 
     @property
     def _steps(self):
-        return self.kernel.grid.heads * self.walk.total
+        return self.walk.total
 
     @property
     def _keys(self):
@@ -185,9 +185,8 @@ class _Block:
         plgpu.copy_gmem_to_smem(s.k_g.at[batch, self._keys, self.kv_head], s.k_s, s.kv_ready)
         plgpu.copy_gmem_to_smem(s.v_g.at[batch, self._keys, self.kv_head], s.v_s, s.kv_ready)
 
-        def load(n, g, place):
-            slot, head = self._slot(n), self.q_head + g
-            piece = self.walk.index(place, 0)
+        def load(n, _):
+            slot, head, piece = self._slot(n), self.q_head, self.walk.index(n, 0)
             rows = pl.ds(piece * ROWS, ROWS)
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
             s.piece_s[slot] = piece
@@ -197,14 +196,14 @@ class _Block:
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
             plgpu.copy_gmem_to_smem(s.do_g.at[batch, rows, head], s.do_s.at[slot], s.do_ready.at[slot])
 
-        self.walk.each_head(self.kernel.grid.heads, load)
+        lax.fori_loop(0, self._steps, load, None)
         self._drain(s.q_free, stages)
         self._drain(s.do_free, stages)
 
     def _accumulated(self, step):
         """Runs step(accumulator, ...) over all pieces; the accumulator's value."""
         def run(ref):
-            self.walk.each_turn(self.kernel.grid.heads, functools.partial(step, ref))
+            self.walk.each_piece(functools.partial(step, ref))
             return ref[...]
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, self.kernel.dim), jnp.float32))
@@ -301,8 +300,8 @@ class _Block:
         plgpu.barrier_wait(s.kv_ready)
         rows = register_shape(PART)[0]
 
-        def step(n, g, place):
-            here, hand = (self.q_head + g) * kernel.pieces + self.walk.index(place, 0), self._hand(n)
+        def step(n, _):
+            here, hand = self.q_head * kernel.pieces + self.walk.index(n, 0), self._hand(n)
             target = s.dq_g.at[self.batch, here]
             plgpu.barrier_wait(s.ds_ready.at[hand])
             for part in range(kernel.dim // PART):
@@ -317,7 +316,7 @@ class _Block:
                     plgpu.barrier_arrive(s.ds_free.at[hand])
                 add(dq, s.dq_s.at[part], target.at[pl.ds(part * rows, rows)], kernel.dim // PART - 1)
 
-        self.walk.each_head(kernel.grid.heads, step)
+        lax.fori_loop(0, self._steps, step, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.ended)
         plgpu.barrier_wait(s.ended)
