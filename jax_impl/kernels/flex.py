@@ -215,6 +215,14 @@ class Traced(Policy):
         return self.tiles.block(refs, number)
 
     @property
+    def share_blocks(self):
+        """Thread blocks of a forward whose blocks are ordered."""
+        return self.tiles.share_blocks
+
+    def share(self, refs, block, field):
+        return self.tiles.share(refs, block, field)
+
+    @property
     def values(self):
         """How many vectors `column_values` returns."""
         return len(self.column_arrays)
@@ -314,7 +322,7 @@ def prepare(
     heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
     by_key = problem.mask.transpose()
 
-    def rows_of(transposed, rows, columns):
+    def rows_of(transposed, rows, columns, order):
         lengths = (problem.kv_len, problem.q_len) if transposed else (problem.q_len, problem.kv_len)
         if own:
             sizes = (columns, rows) if transposed else (rows, columns)
@@ -322,8 +330,7 @@ def prepare(
             classes = _classes(used.mask_mod, used.q_arrays, used.kv_arrays, shape, sizes, heads)
             base = _listed(classes.T if transposed else classes, device)
         else:
-            mask, blocks = (by_key, ordered) if transposed else (problem.mask, None)
-            base = hopper_masks.intervals(mask, rows, columns, device, blocks)
+            base = hopper_masks.intervals(by_key if transposed else problem.mask, rows, columns, device, order)
         arrays = (used.kv_arrays, used.q_arrays) if transposed else (used.q_arrays, used.kv_arrays)
         padded = (
             tuple(jax.device_put(_pad(x, tokens), device) for x in of)
@@ -335,10 +342,8 @@ def prepare(
         tiles = hopper_kernel.default_tiles(problem)
         if used.kv_arrays:  # a tile's key values take the registers that queries would
             tiles = dataclasses.replace(tiles, forward=dataclasses.replace(tiles.forward, q_registers=False))
-    ordered = hopper_kernel.ordered_blocks(problem, tiles, deterministic)
-    return hopper_kernel.build(
-        functools.partial(rows_of, False), functools.partial(rows_of, True), tiles, deterministic
-    )
+    makers = functools.partial(rows_of, False), functools.partial(rows_of, True)
+    return hopper_kernel.build(problem, *makers, tiles, deterministic)
 
 
 KERNEL = Kernel(

@@ -93,8 +93,12 @@ def blocks_of(items: int, tiles) -> int:
     A block that goes from one item to the next loads under products where a new one would start cold. More waves than
     one, so that processors that are late, or busy with something else, get fewer blocks.
     """
-    waves = items // (tiles.processors * tiles.items)
-    return min(items, tiles.processors * max(1, min(4, waves)))
+    return min(items, tiles.processors * waves_of(items, tiles))
+
+
+def waves_of(items: int, tiles) -> int:
+    """How many waves of thread blocks share this many items."""
+    return max(1, min(4, items // (tiles.processors * tiles.items)))
 
 
 def item_number(n, blocks: int):
@@ -136,7 +140,8 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
     places = padded // tiles.row_tokens
     adds = before is not None
     items = batch * q_heads * places
-    kernel = _Forward(policy, tiles, scale, k.shape[2], q_heads, dim, side, items, places, q.dtype, out_dtype, adds)
+    kernel = _Forward(
+        policy, tiles, scale, batch, k.shape[2], q_heads, dim, side, items, places, q.dtype, out_dtype, adds)
     n, t = tiles.consumers, tiles
     staged, bar = jnp.dtype(q.dtype), plgpu.Barrier
     results = [
@@ -179,6 +184,7 @@ class _Forward:
     policy: Policy
     tiles: ForwardTiles
     scale: float
+    batch: int
     kv_heads: int
     q_heads: int
     dim: int
@@ -192,7 +198,7 @@ class _Forward:
     @property
     def blocks(self) -> int:
         """Thread blocks."""
-        return blocks_of(self.items, self.tiles)
+        return self.policy.share_blocks if self.policy.orders_blocks else blocks_of(self.items, self.tiles)
 
     @property
     def unit(self) -> float:
@@ -207,7 +213,10 @@ class _Forward:
             before_g, (*mask_refs, lse_g, out_g) = None, refs
         s = _Scratch(q_g, k_g, v_g, out_g, lse_g, before_g, **scratch)
         warpgroup = lax.axis_index("warpgroup")
-        items = items_of_block(self.items, self.blocks)
+        if self.policy.orders_blocks:
+            items = self.policy.share(mask_refs, lax.axis_index("block"), 0)
+        else:
+            items = items_of_block(self.items, self.blocks)
         pl.when(warpgroup == self.tiles.consumers)(lambda: self._produce(s, mask_refs, items))
 
         @pl.when(warpgroup < self.tiles.consumers)
@@ -215,9 +224,13 @@ class _Forward:
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             _consume(self, s, mask_refs, warpgroup, items)
 
-    def _item(self, mask_refs, number):
-        """Head and row tile of an item: heads side by side first, then heaviest tiles, sections, batch entries."""
-        number, side = split_number(number, self.side)
+    def _item(self, mask_refs, n):
+        """Head and row tile of a block's n-th item: as the policy says, or heads side by side, then heaviest tiles."""
+        if self.policy.orders_blocks:
+            number, q_head = split_number(self.policy.share(mask_refs, lax.axis_index("block"), n + 1), self.q_heads)
+            tile, batch = split_number(number, self.batch)
+            return Head(batch, q_head, lax.div(q_head, jnp.int32(self.q_heads // self.kv_heads))), tile
+        number, side = split_number(item_number(n, self.blocks), self.side)
         number, place = split_number(number, self.places)
         batch, section = split_number(number, self.q_heads // self.side)
         q_head = section * self.side + side
@@ -230,7 +243,7 @@ class _Forward:
         t, stages = self.tiles, self.tiles.stages
 
         def item(n, before):  # before: steps of the items before this one
-            head, tile = self._item(mask_refs, item_number(n, self.blocks))
+            head, tile = self._item(mask_refs, n)
             walk = self.policy.walk(mask_refs, head, tile)
             buffer = lax.rem(n, jnp.int32(2))
             pl.when(n >= 2)(lambda: plgpu.barrier_wait(s.q_free.at[buffer]))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_impl.kernels import hopper_masks
+from jax_impl.kernels import hopper_masks, hopper_order
 from jax_impl.kernels.base import Running
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
-from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, round_up
+from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, heads_side_by_side, round_up, waves_of
 from jax_impl.kernels.hopper_forward import forward as forward_pass
 from jax_impl.kernels.hopper_masks import Policy
+from jax_impl.kernels.hopper_order import BUSY
 from workload.capability import HALF, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask
@@ -73,10 +74,10 @@ def heads_in_work(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]
     """
     tiles, group = -(-problem.kv_len // row_tokens), problem.group
     heads = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0]
-    side = next((n for n in heads if n > 1 and n * tiles >= hopper_masks.BUSY), problem.kv_heads)
+    side = next((n for n in heads if n > 1 and n * tiles >= BUSY), problem.kv_heads)
     fitting = max(2, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
     blocks = problem.batch * problem.kv_heads * tiles
-    parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= hopper_masks.BUSY)
+    parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= BUSY)
     return side, next((n for n in parts if group // n <= max(2, fitting // side)), group)
 
 
@@ -87,19 +88,28 @@ def default_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(key_major=dataclasses.replace(tiles, side=side, split=split))
 
 
-def ordered_blocks(problem: AttentionProblem, tiles: Tiles, deterministic: bool) -> tuple[int, int]:
-    """(kv heads, parts of a group's query heads) of the key-major pass."""
-    return problem.kv_heads, 1 if deterministic else math.gcd(tiles.key_major.split, problem.group)
+def build(problem: AttentionProblem, query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool
+          ) -> HopperOperands:
+    """Operands from two functions (row_tokens, column_tokens, order) -> Policy, rows being queries and keys.
 
+    order: of `hopper_masks.intervals`.
+    """
+    t, items = tiles.forward, problem.batch * problem.q_heads
+    side = heads_side_by_side(problem.q_heads, problem.kv_heads, 4 * problem.kv_len * problem.head_dim, t.l2_bytes)
+    parts = 1 if deterministic else math.gcd(tiles.key_major.split, problem.group)
 
-def build(query_rows: Callable, key_rows: Callable, tiles: Tiles, deterministic: bool) -> HopperOperands:
-    """Operands from two functions (row_tokens, column_tokens) -> Policy, rows being queries and keys."""
+    def forward_order(weight):
+        waves = waves_of(items * len(weight), t)
+        return hopper_order.shares(problem.batch, problem.q_heads, side, t.processors, waves, weight)
 
-    def policy(make, of):
-        return make(of.row_tokens, of.columns)
+    def key_order(weight):
+        by_key = problem.mask.transpose()
+        return hopper_order.block_order(by_key, tiles.key_major.row_tokens, problem.kv_heads, parts, weight)
 
-    query_major = policy(query_rows, tiles.query_major) if deterministic else None
-    return HopperOperands(policy(query_rows, tiles.forward), policy(key_rows, tiles.key_major), query_major, tiles)
+    query_major = query_rows(tiles.query_major.row_tokens, tiles.query_major.columns, None) if deterministic else None
+    forward = query_rows(t.row_tokens, t.columns, forward_order)
+    return HopperOperands(
+        forward, key_rows(tiles.key_major.row_tokens, tiles.key_major.columns, key_order), query_major, tiles)
 
 
 def prepare_intervals(
@@ -111,13 +121,11 @@ def prepare_intervals(
       deterministic: whether the backward pass is the same bit for bit every time (seven products instead of five).
       tiles: the schedules, or None for the measured ones.
     """
-    tiles = tiles or default_tiles(problem)
+    def maker(mask: IntervalMask):
+        return lambda rows, columns, order: hopper_masks.intervals(mask, rows, columns, device, order)
 
-    def maker(mask: IntervalMask, blocks=None):
-        return lambda rows, columns: hopper_masks.intervals(mask, rows, columns, device, blocks)
-
-    by_key = maker(problem.mask.transpose(), ordered_blocks(problem, tiles, deterministic))
-    return build(maker(problem.mask), by_key, tiles, deterministic)
+    makers = maker(problem.mask), maker(problem.mask.transpose())
+    return build(problem, *makers, tiles or default_tiles(problem), deterministic)
 
 
 def _positive_scale(q, scale: float):

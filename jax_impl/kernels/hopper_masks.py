@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from workload.masks import IntervalMask
 
-BUSY = 125  # thread blocks that keep the 132 processors of an H100 or H200 busy, but for a few
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -93,7 +92,8 @@ class Policy:
     changes_scores = False
     values = 0  # how many vectors `column_values` returns
     one_walk = False  # whether all heads visit the same tiles
-    orders_blocks = False  # whether `block` says which thread block of a key-major pass comes when
+    share_blocks = 0  # thread blocks of a forward that `share` tells what to do
+    orders_blocks = False  # whether `block` (in a key-major pass) or `share` (in the forward) says what blocks do when
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Arrays that the kernel reads from device memory."""
@@ -111,6 +111,13 @@ class Policy:
 
     def block(self, refs, number):
         """(row tile * parts + part) * kv heads + kv head of the thread block that comes as this number."""
+        raise NotImplementedError
+
+    def share(self, refs, block, field):
+        """Of a thread block of the forward: how many items it has (field 0), and which, from field 1 on.
+
+        An item is (row tile * batch + batch entry) * query heads + query head.
+        """
         raise NotImplementedError
 
     def walk(self, refs, head, tile) -> Walk:
@@ -174,9 +181,10 @@ class Intervals(Policy):
       starts, ends: int32 [R, rows padded to whole tiles]; (0, 0) is absent.
       partial, full: int32 [2, tiles, P], [2, tiles, F]: begins and ends of the runs of column tiles; (0, 0) absent.
       order: int32 [tiles]: 1 + the row tile to work on at each place of the grid, heaviest first; 0 means the place
-        itself. Where orders_blocks, int32 [thread blocks]: 1 + the block (see `Policy.block`) that comes at each place.
+        itself. Where orders_blocks, int32 [thread blocks]: 1 + the block (see `Policy.block`) that comes at each place,
+        or int32 [thread blocks, fields]: see `Policy.share`.
       row_tokens, column_tokens: tile sizes.
-      orders_blocks: whether this is the policy of a key-major pass.
+      orders_blocks: whether this is the policy of a key-major pass or of the forward, whose blocks are ordered.
     """
 
     starts: jax.Array
@@ -199,6 +207,14 @@ class Intervals(Policy):
 
     def block(self, refs, number):
         return self.row_tile(refs, None, number)
+
+    @property
+    def share_blocks(self):
+        """Thread blocks of a forward whose blocks are ordered."""
+        return self.order.shape[0]
+
+    def share(self, refs, block, field):
+        return refs[4][block, field]
 
     def walk(self, refs, head, tile):
         partial, full = (
@@ -225,56 +241,23 @@ class Intervals(Policy):
         return _in_intervals(state, place)
 
 
-def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None, blocks=None) -> Intervals:
+def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None, order=None) -> Intervals:
     """The policy of a row-interval mask for one pair of tile sizes; a key-major pass hands in `mask.transpose()`.
 
     Args:
-      blocks: (kv heads, parts of a group's query heads) of a key-major pass whose thread blocks are to be ordered.
+      order: weights of the row tiles -> what the policy's `order` is where it orders thread blocks.
     """
     runs = mask.tile_runs(row_tokens, column_tokens)
     tiles = len(runs.full_begin)
     pad = ((0, 0), (0, tiles * row_tokens - mask.q_len))
     # A tile that an element test has to pass costs about half as much again as a full one.
     weight = 2 * runs.full_count + 3 * runs.partial_count
-    if blocks is None or not mask.q_len:
-        order = np.argsort(-weight, kind="stable")
-    else:
-        order = block_order(mask, row_tokens, weight, *blocks)
+    ordered = order(weight) if order and mask.q_len else np.argsort(-weight, kind="stable") + 1
     arrays = (
         np.pad(mask.starts, pad),
         np.pad(mask.ends, pad),
         np.stack([runs.partial_begin, runs.partial_end]),
         np.stack([runs.full_begin, runs.full_end]),
-        (order + 1).astype(np.int32),
+        ordered.astype(np.int32),
     )
-    return Intervals(*(jax.device_put(x, device) for x in arrays), row_tokens, column_tokens, blocks is not None)
-
-
-def components(mask: IntervalMask, row_tokens: int, tiles: int) -> np.ndarray:
-    """[tiles]: number of the group of consecutive row tiles whose middle rows see common columns, as documents do."""
-    middle = np.minimum(np.arange(tiles) * row_tokens + row_tokens // 2, mask.q_len - 1)
-    starts, ends = mask.starts[:, middle], mask.ends[:, middle]
-    some = starts < ends
-    first = np.where(some, starts, mask.kv_len).min(axis=0)
-    last = np.maximum.accumulate(np.where(some, ends, 0).max(axis=0))
-    return np.concatenate([[0], np.cumsum((first[1:] >= last[:-1]) & some.any(axis=0)[1:])])
-
-
-def block_order(mask: IntervalMask, row_tokens: int, weight: np.ndarray, kv_heads: int, parts: int) -> np.ndarray:
-    """Numbers of the thread blocks of a key-major pass (see `Policy.block`) in the order to run them in.
-
-    Blocks that walk the same queries should meet them in the L2 cache, and those with most to do should not come last:
-    the heaviest component first, and of each as few kv heads side by side as keep all processors busy (two at least),
-    one part of their query heads after another, its heaviest tiles first.
-    """
-    group = components(mask, row_tokens, len(weight))
-    sizes, heaviest = np.bincount(group), np.zeros(group[-1] + 1, np.int64)
-    np.maximum.at(heaviest, group, weight)
-    rank = np.empty(len(sizes), np.int64)
-    rank[np.argsort(-heaviest, kind="stable")] = np.arange(len(sizes))
-    divisors = np.array([n for n in range(1, kv_heads + 1) if kv_heads % n == 0])
-    enough = (divisors > 1) & (divisors * sizes[:, None] >= BUSY)
-    side = np.where(enough.any(axis=1), divisors[enough.argmax(axis=1)], kv_heads)
-    number = np.arange(len(weight) * parts * kv_heads)
-    tile, part, head = number // (parts * kv_heads), number // kv_heads % parts, number % kv_heads
-    return np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))
+    return Intervals(*(jax.device_put(x, device) for x in arrays), row_tokens, column_tokens, order is not None)

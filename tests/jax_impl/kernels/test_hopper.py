@@ -7,7 +7,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
 from jax_impl import kernels
-from jax_impl.kernels import flex, hopper_masks
+from jax_impl.kernels import flex, hopper_masks, hopper_order
 from jax_impl.kernels.flex import Predicate
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
@@ -187,14 +187,14 @@ def test_thread_blocks_come_once_a_document_after_another_the_heaviest_first(nam
     arguments = {"causal": (), "causal_sliding_window": (300,)}.get(name, (lengths,))
     by_key = masks.STATIC_MASKS[name](tokens, tokens, *arguments).transpose()
     weight = by_key.tile_runs(128, 64).classes().sum(axis=1)
-    order = hopper_masks.block_order(by_key, 128, weight, heads, parts)
+    order = hopper_order.block_order(by_key, 128, heads, parts, weight) - 1
     np.testing.assert_array_equal(np.sort(order), np.arange(len(weight) * heads * parts))
     tile, part, head = order // (heads * parts), order // heads % parts, order % heads
     document = np.zeros(len(weight), int)
     if name.endswith("document"):
         document = np.searchsorted(np.cumsum(lengths), np.arange(len(weight)) * 128 + 64, side="right")
         document = np.unique(document, return_inverse=True)[1]
-    np.testing.assert_array_equal(hopper_masks.components(by_key, 128, len(weight)), document)
+    np.testing.assert_array_equal(hopper_order.components(by_key, 128, len(weight)), document)
     came = list(dict.fromkeys(document[tile]))
     assert came == sorted(came, key=lambda d: -weight[document == d].max())
     side = 4  # so few tiles keep no GPU busy unless all heads run side by side
@@ -204,6 +204,26 @@ def test_thread_blocks_come_once_a_document_after_another_the_heaviest_first(nam
         assert changes == len(np.unique(runs, axis=1).T), f"a {key} comes in pieces"
     same = (np.diff(document[tile]) == 0) & (np.diff(part) == 0)
     assert (np.diff(weight[tile])[same] <= 0).all()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("batch,heads,side,tiles,waves", [
+    (1, 8, 8, 5, 1), (2, 6, 3, 41, 2), (1, 64, 32, 64, 4), (1, 1, 1, 1, 1)])
+def test_every_item_is_dealt_once_and_each_wave_evenly(batch, heads, side, tiles, waves, greedy, monkeypatch):
+    weight = np.random.default_rng(0).integers(0, 40, tiles)
+    if not greedy:
+        monkeypatch.setattr(hopper_order, "GREEDY", 0)
+    table = hopper_order.shares(batch, heads, side, 132, waves, weight)
+    dealt = [row[1 : 1 + row[0]] for row in table]
+    items = np.concatenate(dealt)
+    np.testing.assert_array_equal(np.sort(items), np.arange(batch * heads * tiles))
+    loads = np.array([(weight[x // (batch * heads)] + hopper_order.STARTS).sum() for x in dealt]).reshape(waves, -1)
+    assert loads.shape[1] == min(132, batch * heads * tiles)
+    if greedy:
+        assert (np.ptp(loads, axis=1) <= weight.max() + hopper_order.STARTS).all()
+    halves = loads.sum(axis=1) / loads.sum()
+    want = [2.0**-n for n in range(1, waves)] + [2.0 ** -(waves - 1)]
+    np.testing.assert_allclose(halves, want, atol=0.02)
 
 
 def test_three_bfloat16_terms_are_a_float32():

@@ -1,0 +1,79 @@
+"""In which order the Hopper kernels' thread blocks run, and what each does: by the mask, on the host, once."""
+
+import heapq
+
+import numpy as np
+
+from workload.masks import IntervalMask
+
+BUSY = 125  # thread blocks that keep the 132 processors of an H100 or H200 busy, but for a few
+STARTS = 2  # what an item costs besides its tiles, in the unit of weights: a full tile is 2
+GREEDY = 100_000  # items; of more than these each block has so many that dealing them to and fro is even
+
+
+def components(mask: IntervalMask, row_tokens: int, tiles: int) -> np.ndarray:
+    """[tiles]: number of the group of consecutive row tiles whose middle rows see common columns, as documents do."""
+    middle = np.minimum(np.arange(tiles) * row_tokens + row_tokens // 2, mask.q_len - 1)
+    starts, ends = mask.starts[:, middle], mask.ends[:, middle]
+    some = starts < ends
+    first = np.where(some, starts, mask.kv_len).min(axis=0)
+    last = np.maximum.accumulate(np.where(some, ends, 0).max(axis=0))
+    return np.concatenate([[0], np.cumsum((first[1:] >= last[:-1]) & some.any(axis=0)[1:])])
+
+
+def block_order(mask: IntervalMask, row_tokens: int, kv_heads: int, parts: int, weight: np.ndarray) -> np.ndarray:
+    """1 + numbers of the thread blocks of a key-major pass (see `Policy.block`) in the order to run them in.
+
+    Blocks that walk the same queries should meet them in the L2 cache, and those with most to do should not come last:
+    the heaviest component first, and of each as few kv heads side by side as keep all processors busy (two at least),
+    one part of their query heads after another, its heaviest tiles first.
+    """
+    group = components(mask, row_tokens, len(weight))
+    sizes, heaviest = np.bincount(group), np.zeros(group[-1] + 1, np.int64)
+    np.maximum.at(heaviest, group, weight)
+    rank = np.empty(len(sizes), np.int64)
+    rank[np.argsort(-heaviest, kind="stable")] = np.arange(len(sizes))
+    divisors = np.array([n for n in range(1, kv_heads + 1) if kv_heads % n == 0])
+    enough = (divisors > 1) & (divisors * sizes[:, None] >= BUSY)
+    side = np.where(enough.any(axis=1), divisors[enough.argmax(axis=1)], kv_heads)
+    number = np.arange(len(weight) * parts * kv_heads)
+    tile, part, head = number // (parts * kv_heads), number // kv_heads % parts, number % kv_heads
+    return 1 + np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))
+
+
+def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, weight: np.ndarray) -> np.ndarray:
+    """What each thread block of the forward does, int32 [blocks, 1 + most items]: see `Policy.share`.
+
+    Neighbours in time read the same keys: items come batch entry by batch entry, `side` heads at a time, the heaviest
+    tiles of these first. They are dealt out in waves of a block a processor, each half as long as the one before but
+    for the last: a processor that is late, or busy with something else, gets fewer blocks, and the last are short. In a
+    wave an item goes to the block that has least to do so far.
+    """
+    tiles = np.argsort(-weight, kind="stable")
+    entry, section, tile, head = np.meshgrid(
+        np.arange(batch), np.arange(0, q_heads, side), tiles, np.arange(side), indexing="ij")
+    numbers = ((tile * batch + entry) * q_heads + section + head).reshape(-1)
+    cost = weight[tile].reshape(-1) + STARTS
+    blocks = min(processors, len(numbers))
+    ends = np.cumsum(cost) / cost.sum()
+    bounds = np.searchsorted(ends, [1 - 2.0**-n for n in range(1, waves)])
+    dealt: list[list[int]] = []
+    for stretch, costs in zip(np.split(numbers, bounds), np.split(cost, bounds), strict=True):
+        mine: list[list[int]] = [[] for _ in range(blocks)]
+        if len(numbers) > GREEDY:
+            places = np.arange(len(stretch))
+            turn, place = places // blocks, places % blocks
+            taker = np.where(turn % 2 == 1, blocks - 1 - place, place)
+            for b in range(blocks):
+                mine[b] = stretch[taker == b].tolist()
+        else:
+            load = [(0, b) for b in range(blocks)]
+            for number, c in zip(stretch.tolist(), costs.tolist(), strict=True):
+                least, b = heapq.heappop(load)
+                mine[b].append(number)
+                heapq.heappush(load, (least + c, b))
+        dealt += mine
+    table = np.zeros((len(dealt), 1 + max(map(len, dealt))), np.int32)
+    for b, numbers_of_block in enumerate(dealt):
+        table[b, : 1 + len(numbers_of_block)] = [len(numbers_of_block), *numbers_of_block]
+    return table
