@@ -42,12 +42,14 @@ def block_order(mask: IntervalMask, row_tokens: int, kv_heads: int, parts: int, 
 
 
 def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, weight: np.ndarray) -> np.ndarray:
-    """What each thread block of the forward does, int32 [blocks, 1 + most items]: see `Policy.share`.
+    """What each thread block of the forward does, int32 [blocks, 1 + most items], of a size that weights
+    do not change: see `Policy.share`.
 
     Neighbours in time read the same keys: items come batch entry by batch entry, `side` heads at a time, the heaviest
     tiles of these first. They are dealt out in waves of a block a processor, each half as long as the one before but
     for the last: a processor that is late, or busy with something else, gets fewer blocks, and the last are short. In a
-    wave an item goes to the block that has least to do so far.
+    wave an item goes to the block that has least to do so far, up to twice as many as a block of the first wave has on
+    the average.
     """
     tiles = np.argsort(-weight, kind="stable")
     entry, section, tile, head = np.meshgrid(
@@ -55,6 +57,7 @@ def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, wei
     numbers = ((tile * batch + entry) * q_heads + section + head).reshape(-1)
     cost = weight[tile].reshape(-1) + STARTS
     blocks = min(processors, len(numbers))
+    most = -(-len(numbers) // blocks) * (2 if waves == 1 else 1)
     ends = np.cumsum(cost) / cost.sum()
     bounds = np.searchsorted(ends, [1 - 2.0**-n for n in range(1, waves)])
     dealt: list[list[int]] = []
@@ -71,9 +74,10 @@ def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, wei
             for number, c in zip(stretch.tolist(), costs.tolist(), strict=True):
                 least, b = heapq.heappop(load)
                 mine[b].append(number)
-                heapq.heappush(load, (least + c, b))
+                if len(mine[b]) < most:
+                    heapq.heappush(load, (least + c, b))
         dealt += mine
-    table = np.zeros((len(dealt), 1 + max(map(len, dealt))), np.int32)
+    table = np.zeros((len(dealt), 1 + most), np.int32)
     for b, numbers_of_block in enumerate(dealt):
         table[b, : 1 + len(numbers_of_block)] = [len(numbers_of_block), *numbers_of_block]
     return table

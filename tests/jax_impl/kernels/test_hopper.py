@@ -224,6 +224,10 @@ def test_every_item_is_dealt_once_and_each_wave_evenly(batch, heads, side, tiles
     halves = loads.sum(axis=1) / loads.sum()
     want = [2.0**-n for n in range(1, waves)] + [2.0 ** -(waves - 1)]
     np.testing.assert_allclose(halves, want, atol=0.02)
+    uneven = np.where(np.arange(tiles) == 0, 10_000, 0)  # one tile holds nearly all the work
+    other = hopper_order.shares(batch, heads, side, 132, waves, uneven)
+    assert other.shape == table.shape, "another mask would compile anew"
+    np.testing.assert_array_equal(np.sort(np.concatenate([row[1 : 1 + row[0]] for row in other])), np.sort(items))
 
 
 def test_three_bfloat16_terms_are_a_float32():
