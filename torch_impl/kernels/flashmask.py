@@ -254,8 +254,8 @@ def _add_forward(part, q, k, v, operands, scale, *, out_dtype=torch.float32):
     return made, lse
 
 
-def _add_backward(*arguments, delta):
-    query, keys = _parts(*arguments, grad_dtype=torch.float32, delta=delta)
+def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
+    query, keys = _parts(total, q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
     return query(), *keys()
 
 

@@ -121,7 +121,7 @@ def test_keys_that_come_block_by_block_add_up(name):
         for n, (block, made) in enumerate(zip(blocks, operands, strict=True)):
             given = total, q, k[:, block], v[:, block], out, lse, dout, made, whole.scale
             if adding.parts is None or n == 0:
-                total, *side = adding.backward(*given, delta=delta)
+                total, *side = adding.backward(*given[:-1], scale=whole.scale, delta=delta)
             else:  # in either order
                 query, keys = adding.parts(*given, delta=delta)
                 side, total = (keys(), query()) if n == 1 else (query(), keys())[::-1]
