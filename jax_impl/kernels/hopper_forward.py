@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_masks import ROW, TILE, Head, Place, Policy
+from jax_impl.kernels.hopper_order import blocks_of, item_number, items_of_block
 
 LOG2E = math.log2(math.e)
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
@@ -85,32 +86,6 @@ def heads_side_by_side(q_heads: int, kv_heads: int, kv_bytes: int, budget: int) 
     while kv_heads % fitting:
         fitting -= 1
     return fitting * (q_heads // kv_heads)
-
-
-def blocks_of(items: int, tiles) -> int:
-    """Thread blocks for this many items: a wave of the processors for every `tiles.items` of them each, up to four.
-
-    A block that goes from one item to the next loads under products where a new one would start cold. More waves than
-    one, so that processors that are late, or busy with something else, get fewer blocks.
-    """
-    return min(items, tiles.processors * waves_of(items, tiles))
-
-
-def waves_of(items: int, tiles) -> int:
-    """How many waves of thread blocks share this many items."""
-    return max(1, min(4, items // (tiles.processors * tiles.items)))
-
-
-def item_number(n, blocks: int):
-    """The n-th item of a thread block. They come heaviest first; to and fro, so that blocks have as much to do each."""
-    block, back = lax.axis_index("block"), lax.rem(jnp.int32(n), jnp.int32(2))
-    return n * blocks + jnp.where(back == 1, blocks - 1 - block, block)
-
-
-def items_of_block(items: int, blocks: int):
-    """How many items a thread block has."""
-    rounds = -(-items // blocks)
-    return rounds - (item_number(rounds - 1, blocks) >= items).astype(jnp.int32)
 
 
 def split_number(n, by: int):

@@ -11,10 +11,10 @@ from jax_impl.kernels import hopper_masks, hopper_order
 from jax_impl.kernels.base import Running
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
-from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, heads_side_by_side, round_up, waves_of
+from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, heads_side_by_side, round_up
 from jax_impl.kernels.hopper_forward import forward as forward_pass
 from jax_impl.kernels.hopper_masks import Policy
-from jax_impl.kernels.hopper_order import BUSY
+from jax_impl.kernels.hopper_order import BUSY, waves_of
 from workload.capability import HALF, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask

@@ -2,7 +2,9 @@
 
 import heapq
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from workload.masks import IntervalMask
 
@@ -81,3 +83,32 @@ def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, wei
     for b, numbers_of_block in enumerate(dealt):
         table[b, : 1 + len(numbers_of_block)] = [len(numbers_of_block), *numbers_of_block]
     return table
+
+
+# ---- where no policy says what a thread block does -----------------------------------------------
+
+
+def blocks_of(items: int, tiles) -> int:
+    """Thread blocks for this many items: a wave of the processors for every `tiles.items` of them each, up to four.
+
+    A block that goes from one item to the next loads under products where a new one would start cold. More waves than
+    one, so that processors that are late, or busy with something else, get fewer blocks.
+    """
+    return min(items, tiles.processors * waves_of(items, tiles))
+
+
+def waves_of(items: int, tiles) -> int:
+    """How many waves of thread blocks share this many items."""
+    return max(1, min(4, items // (tiles.processors * tiles.items)))
+
+
+def item_number(n, blocks: int):
+    """The n-th item of a thread block. They come heaviest first; to and fro, so that blocks have as much to do each."""
+    block, back = lax.axis_index("block"), lax.rem(jnp.int32(n), jnp.int32(2))
+    return n * blocks + jnp.where(back == 1, blocks - 1 - block, block)
+
+
+def items_of_block(items: int, blocks: int):
+    """How many items a thread block has."""
+    rounds = -(-items // blocks)
+    return rounds - (item_number(rounds - 1, blocks) >= items).astype(jnp.int32)
