@@ -141,8 +141,8 @@ def _blocks(found: Mapping[Place, Seconds]) -> str:
         return ""
     body = [[f"{mask}, {length(n)}, {shape}", *(cells.get(s, '<td class="none"></td>') for s in STACKS)]
             for (mask, n, shape), cells in lines.items()]
-    return ("<h3>Masks of blocks: forward and backward</h3><p class='soft'>The fastest of those that take the block and "
-            "were timed, also where it is one alone; blocks are of 128 where no size is told.</p>"
+    return ("<h3>Masks of blocks: forward and backward</h3><p class='soft'>The fastest of those that take the block "
+            "and were timed, also where it is one alone; blocks are of 128 where no size is told.</p>"
             + page.table(["setting", *NAMES.values()], body))
 
 
