@@ -317,7 +317,8 @@ def _source(row: Row) -> str:
 
 def _timelines(found: Sequence[Row]) -> str:
     drawable = [r for r in found if timeline.can_draw(r) and r["case"]["world"] <= timeline.MOST_RANKS]
-    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], abs(r["case"]["world"] - TELLING_RANKS)))
+    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], abs(r["case"]["world"] - TELLING_RANKS),
+                                 r["kind"] == "replay_estimate"))
     of_scheme: dict[str, Row] = {}
     for row in drawable:
         of_scheme.setdefault(row["case"]["scheme"], row)
