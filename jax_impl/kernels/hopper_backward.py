@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
+    drain,
     load_values,
     round_up,
     shared_tile,
@@ -279,12 +280,7 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
 
     total, _ = walk.each(load, None)
-
-    def drain(step, _):  # nothing may be pending when the block ends
-        plgpu.barrier_wait(s.q_free.at[lax.rem(step, stages)])
-        plgpu.barrier_wait(s.do_free.at[lax.rem(step, stages)])
-
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
 
 
 @dataclasses.dataclass(frozen=True)

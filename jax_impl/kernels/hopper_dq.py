@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
+    drain,
     heads_side_by_side,
     load_values,
     round_up,
@@ -140,12 +141,7 @@ class _QueryMajor:
             load_values(self.policy, mask_refs, keys, slot, s.values_s, s.k_ready)
 
         lax.fori_loop(0, walk.total, load, None)
-
-        def drain(n, _):  # nothing may be pending when the block ends
-            plgpu.barrier_wait(s.v_free.at[lax.rem(n, stages)])
-            plgpu.barrier_wait(s.k_free.at[lax.rem(n, stages)])
-
-        lax.fori_loop(jnp.maximum(walk.total - stages, 0), walk.total, drain, None)
+        drain(walk.total, self.tiles.stages, s.v_free, s.k_free)
 
 
 @dataclasses.dataclass(frozen=True)

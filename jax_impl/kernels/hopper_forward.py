@@ -75,6 +75,21 @@ def load_values(policy: Policy, mask_refs, columns, slot, values_s, ready):
         plgpu.copy_gmem_to_smem(gmem.at[columns], smem.at[slot], ready.at[slot])
 
 
+def drain(turns, depth: int, *free, first: int = 0):
+    """Waits until the last of so many turns of rings are free: nothing may be pending when a thread block ends.
+
+    Args:
+      depth: of the rings.
+      free: barriers of each ring; this one's begin with the `first`.
+    """
+    def wait(n, _):
+        slot = lax.rem(n, jnp.int32(depth))
+        for barriers in free:
+            plgpu.barrier_wait(barriers.at[first + slot if first else slot])
+
+    lax.fori_loop(jnp.maximum(turns - depth, 0), turns, wait, None)
+
+
 def round_up(n: int, multiple: int) -> int:
     """Smallest multiple that is >= n."""
     return -(-n // multiple) * multiple
@@ -256,17 +271,8 @@ class _Forward:
 
         total = lax.fori_loop(0, items, item, jnp.int32(0))
 
-        def drain(n, _):  # nothing may be pending when the block ends
-            slot = lax.rem(n, jnp.int32(stages))
-            plgpu.barrier_wait(s.k_free.at[slot])
-            plgpu.barrier_wait(s.v_free.at[slot])
-
-        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
-
-        def drain_q(n, _):
-            plgpu.barrier_wait(s.q_free.at[lax.rem(n, jnp.int32(2))])
-
-        lax.fori_loop(jnp.maximum(items - 2, 0), items, drain_q, None)
+        drain(total, stages, s.k_free, s.v_free)
+        drain(items, 2, s.q_free)
 
 
 @dataclasses.dataclass(frozen=True)

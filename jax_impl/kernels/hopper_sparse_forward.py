@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, heads_side_by_side, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, heads_side_by_side, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import ROW, TILE
 
@@ -308,12 +308,7 @@ def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head):
     none = [[jnp.int32(0)] * w.pieces for w in walks]
     pl.when(most > 0)(lambda: (lax.fori_loop(0, most + 1, step, none), None)[1])
     for ring, walk in enumerate(walks):
-
-        def drain(turn, _, ring=ring):  # nothing may be pending when the block ends
-            plgpu.barrier_wait(s.free.at[ring * slots + lax.rem(turn, slots)])
-
-        loads = 2 * walk.steps
-        lax.fori_loop(jnp.maximum(loads - slots, 0), loads, drain, None)
+        drain(2 * walk.steps, kernel.slots, s.free, first=ring * kernel.slots)
 
 
 @dataclasses.dataclass(frozen=True)

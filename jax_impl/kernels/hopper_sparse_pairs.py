@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, KeyGrid, ListRefs, Walk
@@ -154,12 +154,7 @@ def _produce(kernel: _Pairs, s: _Scratch, batch, kv_head, q_head, walk: Walk):
         load(2 * n + 1, s.do_g, s.delta_g, piece)
 
     lax.fori_loop(0, walk.total, visit, None)
-    turns = 2 * walk.total
-
-    def drain(turn, _):  # nothing may be pending when the block ends
-        plgpu.barrier_wait(s.free.at[lax.rem(turn, slots)])
-
-    lax.fori_loop(jnp.maximum(turns - slots, 0), turns, drain, None)
+    drain(2 * walk.total, kernel.tiles.slots, s.free)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid, ListRefs, Walk
@@ -172,13 +172,6 @@ class _Block:
     def _hand(self, n):
         return lax.rem(n, jnp.int32(self.kernel.tiles.handed))
 
-    def _drain(self, free, depth: int):
-        """Waits for what nobody else waits for: nothing may be pending when the block ends."""
-        def wait(n, _):
-            plgpu.barrier_wait(free.at[lax.rem(n, jnp.int32(depth))])
-
-        lax.fori_loop(jnp.maximum(self._steps - depth, 0), self._steps, wait, None)
-
     def produce(self):
         """Loads the keys and values once, then keeps the rings of queries and douts full."""
         s, batch, stages = self.s, self.batch, self.kernel.tiles.stages
@@ -197,8 +190,7 @@ class _Block:
             plgpu.copy_gmem_to_smem(s.do_g.at[batch, rows, head], s.do_s.at[slot], s.do_ready.at[slot])
 
         lax.fori_loop(0, self._steps, load, None)
-        self._drain(s.q_free, stages)
-        self._drain(s.do_free, stages)
+        drain(self._steps, stages, s.q_free, s.do_free)
 
     def _accumulated(self, step):
         """Runs step(accumulator, ...) over all pieces; the accumulator's value."""
@@ -262,7 +254,7 @@ class _Block:
 
         dv = self._accumulated(step)
         pl.when(self._steps > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(self._steps - 1)]))
-        self._drain(s.p_free, kernel.tiles.handed)
+        drain(self._steps, kernel.tiles.handed, s.p_free)
         self._write(dv, self.dv_before, s.v_s, s.dv_g, 0)
 
     def gradients(self):
@@ -291,7 +283,7 @@ class _Block:
             plgpu.barrier_arrive(s.q_free.at[slot])
 
         dk = self._accumulated(step)
-        self._drain(s.ds_free, kernel.tiles.handed)
+        drain(self._steps, kernel.tiles.handed, s.ds_free)
         self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g, 1)
 
     def query_gradients(self):
