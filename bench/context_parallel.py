@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -32,6 +31,7 @@ from bench import context_parallel_cases as cp
 from bench import environment, options, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
+from workload import ranks
 from workload.capability import DYNAMIC_MASKS
 from workload.ranks import RankFailure, end_all
 from workload.scratch import scratch
@@ -95,10 +95,10 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
 
 def check_hosts(values: flags.FlagValues) -> None:
     """ValueError naming the flag of a job on several hosts that is wrong."""
-    if values.host >= values.hosts:
-        raise ValueError(f"--host: {values.host} of {values.hosts} hosts, counted from 0")
-    if values.hosts > 1 and not re.fullmatch(r".+:\d+", values.coordinator or ""):
-        raise ValueError(f"--coordinator: {values.coordinator!r} is no HOST:PORT, which --hosts={values.hosts} needs")
+    try:
+        ranks.check_hosts(values.hosts, values.host, values.coordinator)
+    except ValueError as problem:
+        raise ValueError(f"--{problem}") from problem
     for world in options.numbers("worlds", values.worlds):
         if world % values.hosts:
             raise ValueError(f"--hosts: {values.hosts} does not divide the world {world}")

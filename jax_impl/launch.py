@@ -91,10 +91,10 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       environ: of the ranks, this process's by default; its own XLA_FLAGS come behind `XLA_FLAGS`, and win.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
 
-    Raises: `RankFailure`; no process of this host's ranks outlives the call.
+    Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming hosts, host or
+      coordinator.
     """
-    if hosts > 1 and coordinator is None:
-        raise ValueError("coordinator: needed where hosts > 1")
+    processes.check_hosts(hosts, host, coordinator)
     coordinator = coordinator or f"127.0.0.1:{_free_port()}"
     environ = dict(os.environ if environ is None else environ)
     environ["XLA_FLAGS"] = f"{XLA_FLAGS} {environ.get('XLA_FLAGS', '')}".strip()

@@ -62,10 +62,10 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       environ: of the ranks, this process's by default.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
 
-    Raises: `RankFailure`; no process of this host's ranks outlives the call.
+    Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming hosts, host or
+      coordinator.
     """
-    if hosts > 1 and coordinator is None:
-        raise ValueError("coordinator: needed where hosts > 1")
+    processes.check_hosts(hosts, host, coordinator)
     address, port = (coordinator or "127.0.0.1:0").rsplit(":", 1)
     if host == 0:  # the launcher holds the store, so that its port is free for certain
         store = dist.TCPStore("0.0.0.0", int(port), ranks * hosts, True, wait_for_workers=False,

@@ -310,6 +310,18 @@ def _end(process: subprocess.Popen) -> None:
             process.wait(timeout=2.0)
 
 
+def check_hosts(hosts: int, host: int, coordinator: str | None) -> None:
+    """ValueError naming which of these is wrong for a job on several hosts: how many, which one this is, and where the
+    ranks meet.
+    """
+    if hosts < 1:
+        raise ValueError(f"hosts: {hosts} < 1")
+    if not 0 <= host < hosts:
+        raise ValueError(f"host: {host} of {hosts} hosts, counted from 0")
+    if hosts > 1 and not re.fullmatch(r".+:\d+", coordinator or ""):
+        raise ValueError(f"coordinator: {coordinator!r} is no HOST:PORT, which a job on {hosts} hosts needs")
+
+
 def command_line(program: str, start: Callable[..., list[str]], arguments: Sequence[str] | None = None) -> int:
     """A stack's launch command: starts this host's ranks by `start` and prints what rank 0 prints, or the failure.
 
@@ -329,15 +341,16 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     parser.add_argument("command", nargs="+", help="after --")
     a = parser.parse_args(arguments)
     for wrong, message in (
-        (a.ranks < 1, f"--ranks: {a.ranks} < 1"), (a.hosts < 1, f"--hosts: {a.hosts} < 1"),
-        (not 0 <= a.host < a.hosts, f"--host: {a.host} of {a.hosts} hosts, counted from 0"),
-        (a.hosts > 1 and not re.fullmatch(r".+:\d+", a.coordinator or ""),
-         f"--coordinator: {a.coordinator!r} is no HOST:PORT, which --hosts {a.hosts} needs"),
+        (a.ranks < 1, f"--ranks: {a.ranks} < 1"),
         (not 0 < a.deadline < math.inf, f"--deadline: {a.deadline} is no positive number of seconds"),
         (not shutil.which(a.command[0]), f"command: there is no program {a.command[0]!r}"),
     ):
         if wrong:
             parser.error(message)
+    try:
+        check_hosts(a.hosts, a.host, a.coordinator)
+    except ValueError as problem:
+        parser.error(f"--{problem}")
     try:
         said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
     except RankFailure as failure:

@@ -49,6 +49,8 @@ def test_command_line(capsys):
     assert "the reason" in capsys.readouterr().err
     with pytest.raises(ValueError, match="coordinator"):
         spawn(WORKER, 1, hosts=2, deadline_s=1)
+    with pytest.raises(ValueError, match="host: 2 of 2"):
+        spawn(WORKER, 1, hosts=2, host=2, coordinator="there:1", deadline_s=1)
 
 
 EXCHANGE = """

@@ -33,6 +33,14 @@ def test_rank_that_lags_is_named_by_the_one_that_waits():
     assert caught.value.steps[0] == "step 'rotate 0', peer 1"
 
 
+@pytest.mark.parametrize("hosts, said", [
+    ({"hosts": 2}, "coordinator: None"), ({"hosts": 2, "coordinator": "there"}, "coordinator: 'there'"),
+    ({"hosts": 2, "host": 2, "coordinator": "there:1"}, "host: 2 of 2")])
+def test_hosts_that_do_not_go_together_are_refused(hosts, said):
+    with pytest.raises(ValueError, match=said):
+        spawn(WORKER, 1, deadline_s=1, **hosts)
+
+
 def test_two_hosts_make_one_ring(tmp_path):
     """One launcher a host: every rank hands its value along the ring."""
     command = [sys.executable, "-m", "torch_impl.launch", "--ranks=1", "--hosts=2", "HOST", "--deadline=60", "--"]
