@@ -66,7 +66,8 @@ def part_of(name, problem, device, tensors, launches):
         work = functools.partial(flashmask.query_gradient, q, k, v, dout, dq, lse, delta, operands.query, problem.scale)
         return lambda: (work(), dq)[1:]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    work = functools.partial(flashmask.key_gradient, q, k, v, dout, dk, dv, lse, delta, operands.key, problem.scale)
+    work = functools.partial(flashmask.key_gradient, q, k, v, dout, dk, dv, lse, delta, operands.key,
+                             operands.key_heavy, problem.scale)
     return lambda: (work(), dk, dv)[1:]
 
 

@@ -1,0 +1,28 @@
+"""The parts whose launches are swept are those of flashmask's passes."""
+
+import pytest
+import torch
+
+from bench import tune_flashmask
+from torch_impl.kernels import flashmask
+from torch_impl.kernels import triton_support as support
+from workload import masks
+from workload.problem import AttentionProblem
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(support.available() is not None, reason=f"Triton {support.available()}")
+@pytest.mark.parametrize("part, results", [("forward", slice(1)), ("query", slice(1, 2)), ("key", slice(2, 4))])
+def test_a_part_makes_what_its_pass_makes(part, results):
+    problem = AttentionProblem(masks.causal(70, 90), 1, 2, 1, 16, "float32")
+    make = torch.Generator().manual_seed(0)
+    shapes = problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape
+    q, k, v, dout = (torch.randn(shape, generator=make).to(DEVICE) for shape in shapes)
+    launches = flashmask.launches_for(problem.head_dim, q.dtype, support.arch(DEVICE))
+    operands = flashmask.prepare(problem, DEVICE, launches=launches)
+    out, lse = flashmask.forward(q, k, v, operands, problem.scale)
+    want = out, *flashmask.backward(q, k, v, out, lse, dout, operands, problem.scale)
+    tensors = q, k, v, dout, lse, support.row_delta(out, dout)
+    got = tune_flashmask.part_of(part, problem, DEVICE, tensors, launches)()
+    assert tune_flashmask.difference(got, want[results]) == 0.0 and len(got) == len(want[results])
