@@ -1,6 +1,7 @@
 """A bench case: one kernel of one stack on one attention problem, one pass. Its key names all of it."""
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -52,6 +53,18 @@ class ProblemSpec:
             self.mask, self.seq_len, seed=self.seed, q_len=self.q_len or None, heads=heads, **dict(self.settings)
         )
         return AttentionProblem(mask, self.batch, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
+
+    def at_length(self, seq_len: int) -> "ProblemSpec":
+        """The problem at another length; given document lengths keep their shares of it.
+
+        >>> ProblemSpec("causal", 64, settings=(("documents", (40, 24)),)).at_length(16).settings
+        (('documents', (10, 6)),)
+        """
+        settings = dict(self.settings)
+        if isinstance(settings.get("documents"), tuple):
+            ends = [end * seq_len // self.seq_len for end in itertools.accumulate(settings["documents"], initial=0)]
+            settings["documents"] = tuple(b - a for a, b in itertools.pairwise(ends))
+        return dataclasses.replace(self, seq_len=seq_len, settings=settings)
 
     def inputs(self, number: int = 0) -> InputSpec:
         """What fills its tensors; `number` counts further input sets of the same problem."""

@@ -99,7 +99,12 @@ def main(argv):
         if not Path(path).is_file():
             print(f"records: no such file: {path}", file=sys.stderr)
             return 2
-    changes = compare(records.read(argv[1]), records.read(argv[2]), THRESHOLD.value)
+    try:
+        old, new = (records.read(path) for path in argv[1:])
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    changes = compare(old, new, THRESHOLD.value)
     counts = Counter(c.verdict for c in changes)
     table = Table("change", "row", "new / old time", "noise", "")
     for c in sorted(changes, key=lambda c: (VERDICTS.index(c.verdict), -(c.ratio or 0))):

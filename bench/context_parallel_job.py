@@ -205,7 +205,7 @@ def problem_of(spec) -> AttentionProblem:
 
 def at_length(case: Case, length: int) -> Case:
     """The case at another length; 0 for its own."""
-    return case if not length else dataclasses.replace(case, spec=dataclasses.replace(case.spec, seq_len=length))
+    return case if not length else dataclasses.replace(case, spec=case.spec.at_length(length))
 
 
 def read_request(path: str) -> Request:

@@ -178,9 +178,8 @@ def one_device(case: cp.Case, limit: float) -> cp.Case:
 
 @functools.cache
 def _within(spec: ProblemSpec, limit: float) -> ProblemSpec:
-    given = isinstance(dict(spec.settings).get("documents"), tuple)  # lengths of this sequence alone
-    while spec.problem().flops("backward") > limit and spec.seq_len > 1024 and not given:
-        spec = dataclasses.replace(spec, seq_len=spec.seq_len // 2)
+    while spec.problem().flops("backward") > limit and spec.seq_len > 1024:
+        spec = spec.at_length(spec.seq_len // 2)
     return spec
 
 

@@ -114,13 +114,10 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
     from workload.oracle import attention_oracle
 
     chosen = from_record(case)
+    world, spec = min(chosen.world, 8), chosen.spec
+    few = {"q_heads": min(8, spec.q_heads), "kv_heads": min(2, spec.kv_heads), "batch": 1}
     small = dataclasses.replace(
-        chosen, world=min(chosen.world, 8), ulysses=0, window=0,
-        spec=dataclasses.replace(
-            chosen.spec, seq_len=tokens * min(chosen.world, 8), q_heads=min(8, chosen.spec.q_heads),
-            kv_heads=min(2, chosen.spec.kv_heads), batch=1,
-        ),
-    )
+        chosen, world=world, ulysses=0, window=0, spec=dataclasses.replace(spec.at_length(tokens * world), **few))
     schedule = small.schedule()
     problem = schedule.problem
     arrays = make_inputs(problem, small.spec.inputs())

@@ -12,8 +12,8 @@ import pytest
 
 
 @pytest.mark.parametrize("name", [
-    "bench.timing", "bench.options", "bench.records", "bench.trace", "bench.report.aggregate", "parity.inputs",
-    "parity.compare"])
+    "bench.cases", "bench.timing", "bench.options", "bench.records", "bench.trace", "bench.report.aggregate",
+    "parity.inputs", "parity.compare"])
 def test_examples(name):
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed

@@ -46,6 +46,12 @@ def test_bad_values_are_named_by_their_flag(binary, flags, said):
     assert said in refused(binary, *flags)
 
 
+def test_files_that_hold_no_records_are_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"seconds": 1.0}\n')
+    for binary in ("compare", "report"):
+        assert "rows.jsonl:1: record: lacks key" in refused(binary, *[str(tmp_path / "rows.jsonl")] * 2)
+
+
 def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "file").touch()
     for binary, name in (("fuzz", ""), ("peers", str(tmp_path)), ("parity", str(tmp_path / "file" / "r.jsonl")),

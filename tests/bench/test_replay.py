@@ -45,6 +45,14 @@ def test_outputs_equal_the_dense_oracle(stack, scheme, mask, world, kind, grid):
         assert relative_error(x, getattr(want, name)) < 1e-6, name
 
 
+def test_document_lengths_that_are_given_are_checked_at_another_length():
+    case = case_of("torch", *CASES[0])
+    errors = replay_task.check(case.record(), 7)
+    assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-6
+    shorter = replay.one_device(dataclasses.replace(case, spec=case.spec.at_length(63 * 64)), 1.0).spec
+    assert shorter.seq_len == 63 * 16 and shorter.problem().mask.params["lengths"].tolist() == [48, 640, 0, 320]
+
+
 def test_a_wrong_local_mask_is_noticed():
     """The comparison can fail: with the masks of another step the outputs are not the oracle's."""
     case = case_of("jax", *CASES[0])
