@@ -64,7 +64,7 @@ class ProblemSpec:
         if isinstance(settings.get("documents"), tuple):
             ends = [end * seq_len // self.seq_len for end in itertools.accumulate(settings["documents"], initial=0)]
             settings["documents"] = tuple(b - a for a, b in itertools.pairwise(ends))
-        return dataclasses.replace(self, seq_len=seq_len, settings=settings)
+        return dataclasses.replace(self, seq_len=seq_len, settings=_frozen(settings))
 
     def inputs(self, number: int = 0) -> InputSpec:
         """What fills its tensors; `number` counts further input sets of the same problem."""
