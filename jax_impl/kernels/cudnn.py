@@ -132,7 +132,7 @@ def forward(q, k, v, operands: Operands, scale: float, *, out_dtype=None):
 
 
 def backward(q, k, v, out, lse, dout, operands: Operands, scale: float, *, grad_dtype=None, delta=None):
-    """dq, dk, dv in q.dtype; out and lse may belong to a larger problem.
+    """dq, dk, dv in q.dtype; out and lse may belong to a larger problem. Raises `Unsupported` under several documents.
 
     cuDNN computes delta = rowsum(out * dout) itself from what it is handed, so a `delta` of that value is
     honoured by out and dout.
@@ -141,16 +141,12 @@ def backward(q, k, v, out, lse, dout, operands: Operands, scale: float, *, grad_
 
     del delta
     _same_dtype("grad_dtype", grad_dtype, q.dtype)
-    batch, q_len, heads, _ = q.shape
-    unused = jnp.zeros(0, q.dtype)
-    packing = [unused] * 4
     if operands.offsets is not None:
-        lengths, offsets = _packed(operands, batch)
-        packing = [lengths, lengths, offsets, offsets]
-        rows = jnp.minimum(operands.offsets[:-1, None] + jnp.arange(q_len)[None, :], q_len - 1)
-        lse = lse[:, :, rows].transpose(0, 2, 1, 3).reshape(-1, heads, q_len)
+        reason = "does not take pass backward under several documents: they come out wrong"
+        raise Unsupported("jax kernel cudnn", reason)
+    unused = jnp.zeros(0, q.dtype)
     return tuple(fused._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, unused, *packing, unused, unused, lse, out.astype(q.dtype), dout.astype(q.dtype),
+        q, k, v, *[unused] * 7, lse, out.astype(q.dtype), dout.astype(q.dtype),
         scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
         mask_type=fused.MaskType[operands.mask_type], layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=operands.window,

@@ -12,6 +12,7 @@ from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
 from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import Capability
+from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
 
 NAME = "cudnn_sparse"
@@ -89,10 +90,13 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; out and lse may belong to a larger problem, delta is recomputed from out and dout.
 
-    Raises `Unsupported` on a grad_dtype other than q's.
+    Raises `Unsupported` on a grad_dtype other than q's, and on grouped heads.
     """
     del delta  # rowsum(out * dout) by contract: the package makes it from the two
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
+    if q.shape[2] != k.shape[2]:
+        reason = f"does not take backward of q_heads {q.shape[2]} with kv_heads {k.shape[2]}"
+        raise Unsupported(f"torch kernel {NAME}", reason)
     blocks = [_blocks(x.to(q.dtype), operands.block) for x in (dout, q, k, v, out)]
     lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % operands.block)).contiguous()
     found = package(NAME, PACKAGE).block_sparse_attention_backward(

@@ -203,11 +203,14 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; out and lse may belong to a larger problem, delta is recomputed from out and dout.
 
-    Raises `Unsupported` on a grad_dtype other than q's, and on a CPU.
+    Raises `Unsupported` on a grad_dtype other than q's, on blocks that `BLOCK` does not divide, and on a CPU.
     """
     del delta  # rowsum(out * dout) by contract: the operator makes it from the two
     if grad_dtype not in (None, q.dtype):
         raise Unsupported(f"torch kernel {operands.kernel}", f"grad_dtype {grad_dtype}: results are {q.dtype}")
+    if operands.block % BLOCK:
+        reason = f"does not take pass backward at block size {operands.block} ({BLOCK} must divide it)"
+        raise Unsupported(f"torch kernel {operands.kernel}", reason)
     if not q.is_cuda:
         raise Unsupported(f"torch kernel {operands.kernel}", "backward on a CPU: FlexAttention has none")
     if not q.shape[1] or not k.shape[1]:

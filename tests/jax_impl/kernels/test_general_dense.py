@@ -319,3 +319,10 @@ class TestCudnn:
         with pytest.raises(Unsupported, match="grad_dtype float32"):
             lse = jnp.zeros((1, 1, 8))
             self.kernel.backward(q, q, q, q, lse, q, operands, 1.0, grad_dtype=jnp.float32)
+
+    def test_differentiating_several_documents_is_refused(self):
+        """The public call asks for the forward pass alone: the backward pass must not give a dk that is wrong."""
+        q, lse = jnp.zeros((1, 8, 1, 64), jnp.bfloat16), jnp.zeros((1, 1, 8))
+        operands = self.kernel.prepare(AttentionProblem(masks.causal_document(8, 8, [3, 5]), head_dim=64))
+        with pytest.raises(Unsupported, match="pass backward under several documents"):
+            self.kernel.backward(q, q, q, q, lse, q, operands, 1.0)

@@ -157,6 +157,16 @@ def test_flashinfer_compiles_ahead_what_its_wrapper_asks_for(monkeypatch):
     assert asked == [("fa3", half, half, half, torch.int32, 128, 128, 0, False, False, False)]
 
 
+def test_backward_passes_that_a_capability_lacks_are_refused():
+    """The public call asks for the forward pass alone: these passes refuse by themselves, before any launch."""
+    q, k, lse = torch.zeros(1, 128, 2, 128), torch.zeros(1, 128, 1, 128), torch.zeros(1, 2, 128)
+    narrow = AttentionProblem(uniform_block(128, 128, 1, 64, 0.5), 1, 2, 1)
+    with pytest.raises(Unsupported, match="flex_sparse: does not take pass backward at block size 64"):
+        kernels.get("flex_sparse").backward(q, k, k, q, lse, q, flex_sparse.prepare(narrow), 1.0)
+    with pytest.raises(Unsupported, match="cudnn_sparse: does not take backward of q_heads 2 with kv_heads 1"):
+        cudnn_sparse.backward(q, k, k, q, lse, q, cudnn_sparse.prepare(narrow), 1.0)
+
+
 def test_arguments_that_vsa_cannot_honour():
     """The scale is compiled in and results have the operands' dtype: refused before anything is launched."""
     q = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
