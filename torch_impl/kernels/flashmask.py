@@ -34,13 +34,15 @@ WORTHWHILE = 0.95  # the model is not better than that
 class Launches:
     """The launches of a problem: forward, dk and dv (keys own the tiles), dq.
 
-    key_splits: programs that share the query heads of a kv head in the key pass; None chooses by the mask.
+    key_splits: programs that share the query heads of a kv head in the key pass; key_heavy: how many of its heaviest
+      tiles go head after head; None chooses by the mask.
     """
 
     forward: Launch
     key: Launch
     query: Launch
     key_splits: int | None = None
+    key_heavy: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +98,15 @@ def prepare(problem: AttentionProblem, device=None, *, launches: Launches | None
         raise Unsupported(f"torch kernel {NAME}", f"key_splits {splits} with {problem.group} query heads a kv head")
     same = (chosen.query.rows, chosen.query.cols) == (chosen.forward.rows, chosen.forward.cols)
     query = dataclasses.replace(forward, launch=chosen.query) if same else run_walk(problem.mask, chosen.query, device)
-    heavy = head_by_head(key.loads, problem.batch * problem.kv_heads * splits, _slots(device))
+    heavy = chosen.key_heavy
+    if heavy is None:
+        heavy = head_by_head(key.loads, problem.batch * problem.kv_heads * splits, slots(device))
+    elif not 0 <= heavy <= len(key.loads):
+        raise Unsupported(f"torch kernel {NAME}", f"key_heavy {heavy} of {len(key.loads)} tiles")
     return FlashMaskOperands(forward, key, query, splits, heavy)
 
 
-def _slots(device) -> int:
+def slots(device) -> int:
     """Programs of the key pass that run at a time; few under the interpreter: a small problem shows both orders."""
     if torch.device(device or "cpu").type != "cuda":
         return PROGRAMS_PER_PROCESSOR
@@ -115,9 +121,9 @@ def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch,
     """
     if torch.device(device or "cpu").type != "cuda":
         return 1
-    slots = _slots(device)
+    at_a_time = slots(device)
     heads = problem.batch * problem.kv_heads
-    if -(-by_key.q_len // launch.rows) * heads > MANY_WAVES * slots:
+    if -(-by_key.q_len // launch.rows) * heads > MANY_WAVES * at_a_time:
         return 1
     runs = ragged_runs(by_key, launch.rows, launch.cols)
     lengths = -np.sort(-(runs.full_count + runs.partial_count))
@@ -126,9 +132,9 @@ def _key_splits(problem: AttentionProblem, by_key: IntervalMask, launch: Launch,
     for splits in (n for n in (1, 2, 4, 8) if problem.group % n == 0):
         steps = lengths * (problem.group // splits) + STEPS_PER_PROGRAM
         through_memory = 0 if splits == 1 else splits * floats * STEPS_PER_FLOAT
-        heavy = head_by_head(steps, heads * splits, slots)
+        heavy = head_by_head(steps, heads * splits, at_a_time)
         jobs = np.concatenate([np.tile(steps[:heavy], heads * splits), np.repeat(steps[heavy:], heads * splits)])
-        cost[splits] = longest_load(jobs, slots) + through_memory
+        cost[splits] = longest_load(jobs, at_a_time) + through_memory
     best = min(cost, key=cost.get)
     return best if cost[best] < WORTHWHILE * cost[1] else 1
 
@@ -173,11 +179,11 @@ def _write_forward(q, k, v, out, lse, before, walk, scale):
 
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse, out and delta may belong to a larger problem; see WORKSPACE.md for the contract."""
-    query, keys = _parts(None, q, k, v, out, lse, dout, operands, scale, grad_dtype=grad_dtype, delta=delta)
+    query, keys = gradient_parts(None, q, k, v, out, lse, dout, operands, scale, grad_dtype=grad_dtype, delta=delta)
     return query(), *keys()
 
 
-def _parts(total, q, k, v, out, lse, dout, operands, scale, *, grad_dtype, delta=None):
+def gradient_parts(total, q, k, v, out, lse, dout, operands, scale, *, grad_dtype, delta=None):
     """(query, keys): query() writes dq, or adds to a `total` that is there, and returns it; keys() returns dk, dv."""
     empty, key = not q.shape[1] or not k.shape[1], k
     dq = torch.empty(q.shape, dtype=grad_dtype or q.dtype, device=q.device) if total is None else total
@@ -255,7 +261,7 @@ def _add_forward(part, q, k, v, operands, scale, *, out_dtype=torch.float32):
 
 
 def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
-    query, keys = _parts(total, q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
+    query, keys = gradient_parts(total, q, k, v, out, lse, dout, operands, scale, grad_dtype=torch.float32, delta=delta)
     return query(), *keys()
 
 
@@ -266,5 +272,5 @@ KERNEL = Kernel(
     forward,
     backward,
     support.available,
-    Running(_add_forward, _add_backward, functools.partial(_parts, grad_dtype=torch.float32)),
+    Running(_add_forward, _add_backward, functools.partial(gradient_parts, grad_dtype=torch.float32)),
 )

@@ -177,11 +177,15 @@ def test_the_order_of_key_tiles_changes_no_bit():
     q, k, v, dout = args
     out, lse = kernel.forward(q, k, v, operands, problem.scale)
     first, *others = (
-        kernel.backward(q, k, v, out, lse, dout, dataclasses.replace(operands, key_heavy=heavy), problem.scale)
+        kernel.backward(
+            q, k, v, out, lse, dout, kernel.prepare(problem, DEVICE, **options("flashmask", key_heavy=heavy)),
+            problem.scale)
         for heavy in (0, 1, tiles - 1, tiles))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     judge(problem, (out, lse, *first), oracle(problem, *args))
+    with pytest.raises(Unsupported, match=f"key_heavy {tiles + 1}"):
+        kernel.prepare(problem, DEVICE, **options("flashmask", key_heavy=tiles + 1))
 
 
 def test_heavy_tiles_go_head_after_head_where_what_follows_hides_their_end():
