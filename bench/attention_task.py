@@ -93,6 +93,19 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def programs(of: list[dict[str, Any]]) -> list[int]:
+    """For each of some cases of JAX the number of the first one that compiles to the same programs."""
+    known: dict[Any, int] = {}
+    return [known.setdefault(_program(cases.from_record(case)), n) for n, case in enumerate(of)]
+
+
+def _program(case: cases.Case):
+    kernel, problem = _kernel(case), _problem(case.spec)
+    if isinstance(kernel, str) or kernel.refuse(problem, _passes(case.which)):
+        return "refused"
+    return stack_of(case.stack).program(kernel, problem)
+
+
 def disturbs(case: dict[str, Any]) -> bool:
     """Whether `build` may not run beside a timing."""
     chosen = cases.from_record(case)

@@ -188,9 +188,8 @@ class Stack:
         return lambda compiled, arguments: _bytes(compiled)
 
     def build(self, kernel, problem: AttentionProblem, passes: Sequence[str]) -> None:
-        """Compiles a kernel's passes for a problem; its operands are prepared on the host, for their shapes alone."""
-        operands = kernel.prepare(problem, jax.local_devices(backend="cpu")[0])
-        operands = jax.tree.map(lambda x: self.shape(x.shape, x.dtype), operands)
+        """Compiles a kernel's passes for a problem."""
+        operands = self._operands_ahead(kernel, problem)
         q, k, v, dout = (self.shape(s, problem.dtype) for s in (
             problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape))
         forward, backward = passes_of(kernel, problem.scale)
@@ -202,6 +201,16 @@ class Stack:
             arguments = (q, k, v, *saved, dout, operands)
             compiled, _ = self.compile_ahead((kernel.name, "backward", problem.scale), backward, *arguments)
             self._require_memory(compiled)
+
+    def _operands_ahead(self, kernel, problem: AttentionProblem) -> Any:
+        """What stands for a kernel's operands in `compile_ahead`: prepared on the host, for their shapes alone."""
+        operands = kernel.prepare(problem, jax.local_devices(backend="cpu")[0])
+        return jax.tree.map(lambda x: self.shape(x.shape, x.dtype), operands)
+
+    def program(self, kernel, problem: AttentionProblem) -> Hashable:
+        """Equal for masks of one kernel and shape that `build` compiles once."""
+        leaves, tree = jax.tree.flatten(self._operands_ahead(kernel, problem))
+        return tree, tuple((x.shape, str(x.dtype)) for x in leaves)
 
     def disturbs(self, kernel) -> bool:
         """Whether `build` may not run beside a timing: XLA tries variants on the device, unless it is told not to.

@@ -9,8 +9,8 @@ A cell is a kernel, a mask, a shape and a pass that both stacks offer, or a sche
 inputs are made once and stored as an Orbax checkpoint: JAX restores it, PyTorch is handed the raw buffers; of schemes,
 by shards. Exits with 1 if a cell fails, and prints the command that repeats just that cell.
 
-Several jobs, each with workers of its own, check kernels side by side; on a GPU the cells of shapes that are to be
-timed are checked first, then timed, nothing beside them, the stacks in turns.
+Several jobs, each with workers of its own, compile and check cells side by side; on a GPU the cells of shapes that are
+to be timed come first and are timed alone, the stacks in turns.
 """
 
 import concurrent.futures
@@ -27,6 +27,7 @@ from bench import engine, options, parity_kernels, parity_schemes, records
 from bench.cases import STACKS
 from bench.parity_cells import Problems, Rows
 from bench.report import tables
+from bench.workers import Worker
 from parity.matrix import CPU_SHAPES, GPU_SHAPES, KERNEL_SHAPES, RANK_SHAPES, SHAPES
 from workload.problem import PASSES
 from workload.scratch import scratch
@@ -35,7 +36,7 @@ from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
 SHARED_KERNELS = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
-MOST_JOBS = 8
+MOST_JOBS, MOST_JUDGES = 8, 4
 
 
 def define() -> None:
@@ -51,8 +52,8 @@ def define() -> None:
                         "GPUs), or numbers.")
     options.define_list("sharding", ["zigzag"], f"Shardings of schemes: all, or some of {', '.join(KINDS)}.")
     flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
-    flags.DEFINE_integer("jobs", 0, "Cells of kernels that are checked side by side; 0: as many as suit the machine.",
-                         lower_bound=0)
+    flags.DEFINE_integer("jobs", 0, "Cells of kernels that are compiled and checked side by side, of schemes as many "
+                         "ranks; 0: as suits the machine.", lower_bound=0)
     options.define_float("seconds", 0.0, "No further cell is begun after this; 0: no limit.", lower_bound=0)
     options.define_out("out/parity.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
@@ -81,13 +82,16 @@ def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.C
 
 def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     """All rows of the record file, and how many cells are left. ValueError names the flag that is wrong."""
-    cells_of(values, gpus=0)  # bad values are named before anything starts
+    kernels, _ = cells_of(values, gpus=0)  # bad values are named before anything starts
     with contextlib.ExitStack() as held:
         out = Path(values.out)
         writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
-        workers = [held.enter_context(engine.Workers()) for _ in range(values.jobs or 1)]
-        with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
-            list(threads.map(lambda several: several.start([*STACKS, "judge"], values.deadline), workers))
+        workers = [held.enter_context(engine.Workers()) for _ in range((values.jobs if kernels else 0) or 1)]
+        judges = [held.enter_context(Worker("judge")) for _ in range(MOST_JUDGES)]
+        with concurrent.futures.ThreadPoolExecutor(len(workers) + MOST_JUDGES) as threads:  # importing takes seconds
+            for judge in judges[: values.jobs or 1]:
+                threads.submit(judge.ask, f"{engine.TASKS}:ready", values.deadline, stack="judge")
+            list(threads.map(lambda several: several.start(STACKS, values.deadline), workers))
         gpu = engine.on_gpu(workers[0], values.deadline)
         gpus = workers[0]["jax"].ask(f"{engine.TASKS}:devices", values.deadline) if gpu else 0
         of_kernels, of_schemes = cells_of(values, gpus)
@@ -95,15 +99,17 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
         left = len(todo - writer.keys)
         console.print(f"{len(todo)} cells, {len(todo) - left} of them done; records: {out}")
         rows = Rows(writer, left, console, values.seconds or math.inf)
-        problems = Problems(held.enter_context(scratch("parity")), values.deadline)
-        most = min(MOST_JOBS, len(os.sched_getaffinity(0)) // 2) if gpus and not values.jobs else len(workers)
-        workers += [held.enter_context(engine.Workers()) for _ in range(most - len(workers))]
+        jobs = values.jobs or (min(MOST_JOBS, len(os.sched_getaffinity(0)) // 2) if gpus else 1)
+        problems = Problems(held.enter_context(scratch("parity")), values.deadline, judges)
         kernels = [cell for cell in of_kernels if cell.key not in writer.keys]
-        parity_kernels.run(kernels, rows, problems, values.deadline, workers)
+        workers += [held.enter_context(engine.Workers()) for _ in range(min(jobs, len(kernels)) - len(workers))]
+        if kernels:
+            parity_kernels.run(kernels, rows, problems, values.deadline, workers)
         for several in workers:
             several.close()  # the schemes' ranks take their place
         schemes = [cell for cell in of_schemes if cell.key not in writer.keys]
-        parity_schemes.run(schemes, rows, problems, values.deadline, bool(gpus))
+        most = max(1, jobs // max(cell.case.world for cell in schemes)) if schemes else 0
+        parity_schemes.run(schemes, rows, problems, values.deadline, bool(gpus), most)
         return records.read(out), len(todo - writer.keys)
 
 

@@ -1,11 +1,12 @@
 """What the cells of kernels and of schemes in `bench.parity` have in common: problems made ready, rows written."""
 
 import math
+import queue
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,19 +42,26 @@ def spec_of(mask: str, shape_name: str, seed: int) -> ProblemSpec:
 
 
 class Problems:
-    """The reference and the inputs of each problem as files, made once each by the judge of the job that asks first."""
+    """The reference and the inputs of each problem as files, made once each, by a judge that is free."""
 
-    def __init__(self, folder: Path, deadline: float):
+    def __init__(self, folder: Path, deadline: float, judges: Sequence[Worker]):
         self._folder, self._deadline = folder, deadline
         self._locks: dict[str, threading.Lock] = {}
         self._made: dict[str, dict[str, str] | Failure] = {}
+        self._free: queue.LifoQueue[Worker] = queue.LifoQueue()  # no more start than are asked at a time
+        for judge in reversed(judges):
+            self._free.put(judge)
 
-    def of(self, spec: ProblemSpec, workers: engine.Workers) -> dict[str, str] | Failure:
+    def of(self, spec: ProblemSpec) -> dict[str, str] | Failure:
         """{"reference": path, stack: path of the inputs it reads}, or why there are none."""
         label = spec.label
         with self._locks.setdefault(label, threading.Lock()):
             if label not in self._made:
-                self._made[label] = self._make(spec, workers["judge"])
+                judge = self._free.get()
+                try:
+                    self._made[label] = self._make(spec, judge)
+                finally:
+                    self._free.put(judge)
             return self._made[label]
 
     def _make(self, spec: ProblemSpec, judge: Worker) -> dict[str, str] | Failure:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,14 @@ from bench import engine
 from bench.cases import STACKS, Case, ProblemSpec
 from bench.parity_cells import Problems, Rows, in_turns, spec_of
 from bench.timing import Protocol
+from bench.turns import Turns
 from bench.workers import Failure
 from parity.budgets import cross_budget
 from parity.compare import errors, over_budget
 from parity.matrix import SHAPES
 
 BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
-GROUP = 8  # cells of one kernel and shape that a job takes at once: they share compilations
-TIMED_GROUP = 2  # of those to be timed, for which all wait: a mask's passes
+GROUP = 12  # cells that a job takes at once at most: those of one program, so that it is compiled once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Cell:
     def key(self) -> str:
         """Unique name of its row."""
         return f"parity/{self.kernel}/{self.which}/{self.spec.label}"
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What the passes of a problem have in common: kernel, shape, mask."""
+        return self.kernel, self.shape, self.spec.mask
 
     @property
     def command(self) -> str:
@@ -63,10 +68,12 @@ def cells(kernels: Iterable[str], masks: Iterable[str], shapes: Iterable[str], w
     ]
 
 
-def judge(cell: Cell, workers: engine.Workers, problems: Problems, patience: Callable[[], float]) -> dict[str, Any]:
+def judge(cell: Cell, workers: engine.Workers, problems: Problems, turns: Turns, patience: Callable[[], float]
+          ) -> dict[str, Any]:
     """The row of a cell, untimed.
 
     Args:
+      turns: compiling takes none, checking is done among others, or alone where their memory was in the way.
       patience: what a step that begins now may take, in seconds.
     """
     machine = {stack: workers.environment(stack, patience()) for stack in STACKS}
@@ -97,12 +104,18 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, patience: Cal
 
     with concurrent.futures.ThreadPoolExecutor(len(STACKS)) as threads:  # compilers take most of the time
         built = [threads.submit(build, stack) for stack in STACKS]
-        made = problems.of(cell.spec, workers)
+        made = problems.of(cell.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
         for done in built:
             done.result()
-        checked = dict(zip(STACKS, threads.map(check, STACKS, itertools.repeat(made)), strict=True))
+        with turns.together():
+            checked = dict(zip(STACKS, threads.map(check, STACKS, itertools.repeat(made)), strict=True))
+    lacking = [stack for stack, (found, _) in checked.items()
+               if isinstance(found, Failure) and found.status == "out_of_memory"]
+    if lacking:
+        with turns.alone():
+            checked |= {stack: check(stack, made) for stack in lacking}
     for stack, (found, _) in checked.items():
         if isinstance(found, Failure):
             return row | {"status": found.status, "reason": f"{stack}: {found.reason}"}
@@ -118,50 +131,75 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, patience: Cal
     return row | {"status": "mismatch", "reason": "; ".join(wrong)} if wrong else row
 
 
-def throughput(cell: Cell, workers: engine.Workers, deadline: float) -> dict[str, Any]:
+def throughput(cell: Cell, workers: engine.Workers, patience: Callable[[], float]) -> dict[str, Any]:
     """Both stacks' device time in turns."""
     def clock(stack: str) -> float | Failure:
-        found = workers[stack].ask(f"{engine.TASKS}:clock", deadline, case=cell.of(stack),
+        found = workers[stack].ask(f"{engine.TASKS}:clock", patience(), case=cell.of(stack),
                                    protocol=dataclasses.asdict(BRIEF), brief=True)
         return found if isinstance(found, Failure) else found["seconds"]["median"]
     return in_turns(clock)
 
 
+def grouped(left: Iterable[Cell], programs: Mapping[tuple[str, str, str], Any]) -> list[tuple[Cell, ...]]:
+    """The cells that a job takes at once: of a kernel, a shape and a program of JAX's, those to be timed in front.
+
+    Args:
+      programs: by kernel, shape and mask.
+    """
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in sorted(left, key=lambda c: not SHAPES[c.shape].timed):
+        groups.setdefault((*cell.place[:2], programs[cell.place]), []).append(cell)
+    return [part for group in groups.values() for part in itertools.batched(group, GROUP)]
+
+
 class Run:
-    """A run of jobs: the cells that are left, in groups of a kernel and a shape, and where their rows go."""
+    """A run of jobs: the cells that are left, and where their rows go."""
 
-    def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, size: int):
-        groups: dict[tuple[str, str], list[Cell]] = {}
-        for cell in left:
-            groups.setdefault((cell.shape, cell.kernel), []).append(cell)
-        parts = [part for group in groups.values() for part in itertools.batched(group, size)]
-        self._groups = collections.deque(_rotated(part, n) for n, part in enumerate(parts))
-        self._rows, self._problems, self._deadline = rows, problems, deadline
+    def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float):
+        self._left, self._rows, self._problems, self._deadline = left, rows, problems, deadline
+        self._turns, self._groups = Turns(), collections.deque[tuple[Cell, ...]]()
 
-    def job(self, workers: engine.Workers) -> list[tuple[Cell, dict[str, Any]]]:
-        """Checks groups until none is left or the time is up; returns the rows that are good and still to be timed.
+    def deal(self, workers: Sequence[engine.Workers], threads: concurrent.futures.Executor) -> None:
+        """Starts the workers and has them tell which cells share a program."""
+        several = [list(some) for _, some in itertools.groupby(
+            sorted({c.place: c for c in self._left}.values(), key=lambda c: c.place), lambda c: c.place[:2])]
 
-        A cell that the end of the time cuts off is left for another run.
-        """
-        workers.start([*STACKS, "judge"], self._deadline)
-        on_gpu, to_time = engine.on_gpu(workers, self._deadline), []
-        while True:
+        def tell(n: int) -> dict[tuple[str, str, str], Any]:
+            workers[n].start(STACKS, self._deadline)
+            told: dict[tuple[str, str, str], Any] = {}
+            for some in several[n :: len(workers)]:
+                found = workers[n]["jax"].ask(
+                    f"{engine.TASKS}:programs", self._deadline, of=[cell.of("jax") for cell in some])
+                same = [cell.spec.mask for cell in some] if isinstance(found, Failure) else found
+                told |= {cell.place: program for cell, program in zip(some, same, strict=True)}
+            return told
+
+        programs = {k: v for part in threads.map(tell, range(len(workers))) for k, v in part.items()}
+        self._groups.extend(_rotated(part, n) for n, part in enumerate(grouped(self._left, programs)))
+
+    def job(self, workers: engine.Workers) -> None:
+        """Takes groups until none is left or the time is up. A cell that the end of the time cuts off is left."""
+        on_gpu = engine.on_gpu(workers, self._deadline)
+        while self._groups:
             try:
                 group = self._groups.popleft()
-            except IndexError:
-                return to_time
+            except IndexError:  # another job took the last
+                return
             for cell in group:
                 if self._rows.over:
-                    return to_time
+                    return
                 began = time.perf_counter()
-                row = judge(cell, workers, self._problems, lambda: self._rows.patience(self._deadline))
+                row = judge(cell, workers, self._problems, self._turns, self._patience)
                 row["check_seconds"] = time.perf_counter() - began
-                if self._rows.over and row["status"] == "timeout":
-                    return to_time
                 if on_gpu and SHAPES[cell.shape].timed and row["status"] == "ok":
-                    to_time.append((cell, row))
-                else:
-                    self._rows.write(cell, row)
+                    with self._turns.alone():
+                        row |= throughput(cell, workers, self._patience)
+                if self._rows.over and row["status"] == "timeout":
+                    return
+                self._rows.write(cell, row)
+
+    def _patience(self) -> float:
+        return self._rows.patience(self._deadline)
 
 
 def _rotated(group: tuple[Cell, ...], n: int) -> tuple[Cell, ...]:
@@ -172,22 +210,13 @@ def _rotated(group: tuple[Cell, ...], n: int) -> tuple[Cell, ...]:
 
 def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float,
         workers: Sequence[engine.Workers]) -> None:
-    """Judges cells, a job for each of `workers`: first those to be timed, which then are, one after the other."""
-    timed = [cell for cell in left if SHAPES[cell.shape].timed]
-    rest = [cell for cell in left if not SHAPES[cell.shape].timed]
-    for part, size in ((timed, TIMED_GROUP), (rest, GROUP)):
-        if not part:
-            continue
-        going = Run(part, rows, problems, deadline, size)
-        with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
-            found = zip(workers, threads.map(going.job, workers), strict=True)
-            try:
-                to_time = [(cell, row, mine) for mine, several in found for cell, row in several]
-            except BaseException:  # an interrupt: what the others are at is not waited for
-                for mine in workers:
-                    mine.close()
-                raise
-        order = list(dict.fromkeys(cell.spec.mask for cell in part))
-        to_time.sort(key=lambda x: order.index(x[0].spec.mask))  # masks in turn, should the run be cut short
-        for cell, row, mine in to_time:
-            rows.write(cell, row | throughput(cell, mine, deadline))
+    """Judges cells, a job for each of `workers`; those to be timed come first, and are timed alone."""
+    going = Run(left, rows, problems, deadline)
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as threads:
+        try:
+            going.deal(workers, threads)
+            list(threads.map(going.job, workers))
+        except BaseException:  # an interrupt: what the others are at is not waited for
+            for mine in workers:
+                mine.close()
+            raise

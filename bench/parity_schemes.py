@@ -5,9 +5,11 @@ restores of it and runs on that. The results of PyTorch's ranks become a sharded
 own mesh, where both are joined and judged. Ranks of JAX are the devices of one process, ranks of PyTorch are processes.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,12 +17,14 @@ from typing import Any
 from bench import context_parallel_cases as cp
 from bench import engine
 from bench.parity_cells import Problems, Rows, in_turns, spec_of
+from bench.turns import Turns
 from bench.workers import Failure, Worker
 from parity.budgets import cross_budget
 from parity.compare import over_budget
 from workload.errors import Unsupported
 from workload.scratch import scratch
 
+GROUP = 4  # cells of a scheme that a job takes at once
 JAX, TORCH = "bench.parity_jax_ranks", "bench.parity_torch_ranks"
 
 
@@ -53,11 +57,11 @@ class Cell:
 
 def cells(schemes: Iterable[str], masks: Iterable[str], worlds: Iterable[int], shardings: Iterable[str], shape: str,
           seed: int) -> list[Cell]:
-    """The matrix, a world's cells together."""
+    """The matrix, a world's cells together, of those a scheme's: some compile to the same programs."""
     schemes, masks, shardings = tuple(schemes), tuple(masks), tuple(shardings)
     return [
         Cell(cp.Case("jax", scheme, spec_of(mask, shape, seed), world, sharding), shape)
-        for world in worlds for mask in masks for scheme in schemes for sharding in shardings
+        for world in worlds for scheme in schemes for sharding in shardings for mask in masks
     ]
 
 
@@ -72,16 +76,22 @@ class Gang(contextlib.ExitStack):
 
     def ask(self, task: str, deadline: float, **arguments: Any) -> list[Any] | Failure:
         """Every rank's answer, or the failure of the first rank that has one."""
-        if not self._joined:
-            port = self._workers[0].ask(f"{TORCH}:open_store", deadline, wait=deadline)
-            if isinstance(port, Failure):
-                return port
-            each = [{"rank": rank, "world": len(self._workers)} for rank in range(len(self._workers))]
-            joined = self._each(f"{TORCH}:join", deadline, each, port=port, wait=deadline)
-            if isinstance(joined, Failure):
-                return joined
-            self._joined = True
-        return self._each(f"{TORCH}:{task}", deadline, [{} for _ in self._workers], **arguments)
+        failed = self.join(deadline)
+        return failed or self._each(f"{TORCH}:{task}", deadline, [{} for _ in self._workers], **arguments)
+
+    def join(self, deadline: float) -> Failure | None:
+        """Starts the ranks and lets them meet, if that is still to be done."""
+        if self._joined:
+            return None
+        port = self._workers[0].ask(f"{TORCH}:open_store", deadline, wait=deadline)
+        if isinstance(port, Failure):
+            return port
+        each = [{"rank": rank, "world": len(self._workers)} for rank in range(len(self._workers))]
+        joined = self._each(f"{TORCH}:join", deadline, each, port=port, wait=deadline)
+        if isinstance(joined, Failure):
+            return joined
+        self._joined = True
+        return None
 
     def _each(self, task, deadline, each, **arguments):
         asked = [self._threads.submit(w.ask, task, deadline, **mine, **arguments)
@@ -97,36 +107,53 @@ class Gang(contextlib.ExitStack):
         return Failure(first.status, "; ".join(f"rank {rank}: {f.reason}" for rank, f in failed.items()))
 
 
-class Run:
-    """A run of scheme cells: the workers that it keeps."""
+class Run(contextlib.ExitStack):
+    """A job of scheme cells: the workers that it keeps. One turn of `turns` is its to check, or alone to time."""
 
-    def __init__(self, rows: Rows, problems: Problems, deadline: float, world: int, on_gpu: bool):
-        self._rows, self._problems, self._deadline, self._on_gpu = rows, problems, deadline, on_gpu
-        self._held = contextlib.ExitStack()
-        self._workers = self._held.enter_context(engine.Workers(environ={"JAX_NUM_CPU_DEVICES": str(world)}))
-        self._gang = self._held.enter_context(Gang(world))
+    def __init__(self, rows: Rows, problems: Problems, turns: Turns, deadline: float, world: int, on_gpu: bool):
+        super().__init__()
+        self._rows, self._problems, self._turns, self._deadline, self._on_gpu = rows, problems, turns, deadline, on_gpu
+        self._workers = self.enter_context(engine.Workers(environ={"JAX_NUM_CPU_DEVICES": str(world)}))
+        self._gang = self.enter_context(Gang(world))
 
-    def __enter__(self):
-        self._workers.start(["jax", "judge"], self._deadline)
-        return self
-
-    def __exit__(self, *_):
-        self._held.close()
+    def work(self, left: "collections.deque[tuple[Cell, ...]]") -> None:
+        """Judges what is left, a few cells after the other, until the time is up."""
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:  # importing takes seconds
+            threads.submit(self._workers.start, ["jax"], self._deadline)
+            threads.submit(self._workers["judge"].ask, f"{engine.TASKS}:devices", self._deadline)
+            threads.submit(self._gang.join, self._deadline)
+        while left:
+            try:
+                some = left.popleft()
+            except IndexError:  # another job took the last
+                return
+            for cell in some:
+                if self._rows.over:
+                    return
+                began = time.perf_counter()
+                row = self.judge(cell) | {"check_seconds": time.perf_counter() - began}
+                if self._rows.over and row["status"] == "timeout":
+                    return
+                self._rows.write(cell, row)
 
     def judge(self, cell: Cell) -> dict[str, Any]:
         """The row of a cell; on GPUs it is timed."""
-        machine = self._workers.environment("jax", self._deadline)
+        machine = self._workers.environment("jax", self._patience())
         row = engine.new_row(cell.key, "parity", cell.of("jax") | {"stack": "both", "shape": cell.shape}, machine)
         row["repeat"] = cell.command
         try:
             cell.case.schedule()
         except Unsupported as reason:
             return row | {"status": "unsupported", "reason": str(reason)}
-        made = self._problems.of(cell.case.spec, self._workers)
+        made = self._problems.of(cell.case.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
+        built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"), inputs=made["jax"])
+        if isinstance(built, Failure):
+            return row | {"status": built.status, "reason": f"jax: {built.reason}"}
         with scratch("schemes") as folder:
-            found = self._exchange(cell, made, str(folder))
+            with self._turns.together():
+                found = self._exchange(cell, made, str(folder))
             if isinstance(found, Failure):
                 return row | {"status": found.status, "reason": found.reason}
             wrong = found.pop("wrong")
@@ -134,20 +161,26 @@ class Run:
             wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
             if wrong:
                 return row | {"status": "mismatch", "reason": "; ".join(wrong)}
-            return row | self._throughput(cell, made["jax"], str(folder)) if self._on_gpu else row
+            if not self._on_gpu:
+                return row
+            with self._turns.alone():
+                return row | self._throughput(cell, made["jax"], str(folder))
+
+    def _patience(self) -> float:
+        return self._rows.patience(self._deadline)
 
     def _exchange(self, cell: Cell, made: dict[str, str], folder: str) -> dict[str, Any] | Failure:
         """Runs both stacks, each on the shards of the other's checkpoint; what JAX says of the results."""
         jax, judge = self._workers["jax"], self._workers["judge"]
         ours = {"case": cell.of("jax"), "inputs": made["jax"], "folder": folder}
         steps = (
-            ("jax", lambda: jax.ask(f"{JAX}:run", self._deadline, **ours)),
-            ("the shards of jax", lambda: judge.ask(f"{JAX}:shard_out", self._deadline, folder=folder,
+            ("jax", lambda: jax.ask(f"{JAX}:run", self._patience(), **ours)),
+            ("the shards of jax", lambda: judge.ask(f"{JAX}:shard_out", self._patience(), folder=folder,
                                                     world=cell.case.world)),
-            ("torch", lambda: self._gang.ask("run", self._deadline, case=cell.of("torch"), folder=folder)),
-            ("the shards of torch", lambda: judge.ask(f"{JAX}:gather_in", self._deadline, folder=folder,
+            ("torch", lambda: self._gang.ask("run", self._patience(), case=cell.of("torch"), folder=folder)),
+            ("the shards of torch", lambda: judge.ask(f"{JAX}:gather_in", self._patience(), folder=folder,
                                                       world=cell.case.world)),
-            ("the results", lambda: jax.ask(f"{JAX}:judge", self._deadline, reference=made["reference"], **ours)),
+            ("the results", lambda: jax.ask(f"{JAX}:judge", self._patience(), reference=made["reference"], **ours)),
         )
         answers: dict[str, Any] = {}
         for label, step in steps:
@@ -160,19 +193,24 @@ class Run:
         """Seconds of both passes by the slowest rank, the stacks in turns."""
         def clock(stack: str) -> float | Failure:
             if stack == "jax":
-                return self._workers["jax"].ask(f"{JAX}:clock", self._deadline, case=cell.of(stack), inputs=inputs)
-            found = self._gang.ask("clock", self._deadline, case=cell.of(stack), folder=folder)
+                return self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack), inputs=inputs)
+            found = self._gang.ask("clock", self._patience(), case=cell.of(stack), folder=folder)
             return found if isinstance(found, Failure) else max(found)
         return in_turns(clock)
 
 
-def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, on_gpu: bool) -> None:
-    """Judges cells, a world after the other."""
+def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, on_gpu: bool, jobs: int) -> None:
+    """Judges cells, a world after the other, by some jobs side by side."""
     for world in dict.fromkeys(cell.case.world for cell in left):
-        with Run(rows, problems, deadline, world, on_gpu) as going:
-            for cell in (c for c in left if c.case.world == world):
-                if rows.over:
-                    return
-                began = time.perf_counter()
-                row = going.judge(cell)
-                rows.write(cell, row | {"check_seconds": time.perf_counter() - began})
+        here = itertools.groupby((c for c in left if c.case.world == world), lambda c: (c.case.scheme, c.case.sharding))
+        groups = collections.deque(part for _, cells in here for part in itertools.batched(cells, GROUP))
+        turns = Turns()
+        with contextlib.ExitStack() as held:
+            going = [held.enter_context(Run(rows, problems, turns, deadline, world, on_gpu))
+                     for _ in range(min(jobs, len(groups)))]
+            with concurrent.futures.ThreadPoolExecutor(len(going)) as threads:
+                try:
+                    list(threads.map(Run.work, going, itertools.repeat(groups)))
+                except BaseException:  # an interrupt: what the others are at is not waited for
+                    held.close()
+                    raise
