@@ -129,6 +129,7 @@ class Jobs:
       hosts, host, coordinator: see `launch.spawn`.
       ahead: whether a stack builds while the one before it is measured.
       budget: seconds after which no row is begun; of several stacks each ends at its share of them.
+      stopped: whether the run ended before its last job.
     """
 
     def __init__(self, out: Path, request: dict[str, Any], deadline: float, hosts: int = 1, host: int = 0,
@@ -137,11 +138,11 @@ class Jobs:
         self.hosts, self.host, self.coordinator = hosts, host, coordinator
         self.ahead, self.began, self.budget = ahead, time.time(), budget
         self._lost: collections.Counter = collections.Counter()
-        self._stopped = False
+        self.stopped = False
 
     def stop(self) -> None:
         """Ends what runs; rows that are not there yet stay away."""
-        self._stopped = True
+        self.stopped = True
         end_all()
 
     def run(self, cases: Sequence[cp.Case]) -> None:
@@ -172,10 +173,10 @@ class Jobs:
             by_world.setdefault(case.world, []).append(case)
         try:
             for world, members in by_world.items():
-                while not self._stopped and (left := self._left(members)) and time.time() < until:
+                if self.hosts > 1 and not self.stopped:  # rank 0 knows what is left, and tells the ranks
+                    self._job(world, members, until, turn)
+                while self.hosts == 1 and not self.stopped and (left := self._left(members)) and time.time() < until:
                     self._job(world, left, until, turn)
-                    if self.host:  # rows are written on host 0 alone
-                        break
         finally:
             following.touch()
 
@@ -204,7 +205,7 @@ class Jobs:
         seconds = self.deadline * (1 + len(left))
         if until < math.inf:
             request["until"] = until
-            seconds = min(seconds, until - time.time() + self.deadline)
+            seconds = min(seconds, max(0.0, until - time.time()) + self.deadline)
         with scratch("cases") as folder:
             path = folder / "cases.json"
             path.write_text(json.dumps(request))
@@ -217,20 +218,23 @@ class Jobs:
             except RankFailure as failure:
                 self._blame(left, failure)
                 return
-        if self.host == 0 and self._done() == before and time.time() < until:
+        if self.host == 0 and self._missing(left) and self._done() == before and time.time() < until:
             raise RuntimeError(f"a job of {stack} on {world} ranks wrote no row")
 
     def _blame(self, left: Sequence[cp.Case], failure: RankFailure) -> None:
-        """The row that the job was at."""
+        """The row that the job was at; on several hosts it was the last job."""
         case, key = next(iter(self._missing(left)), (None, ""))
-        if self._stopped or case is None:  # where every row is there: what failed was the end of the job
+        if self.stopped or self.host or case is None:  # where every row is there: what failed was the end of the job
             print(f"{left[0].stack}: {failure}", file=sys.stderr, flush=True)
-            return
-        self._lost[case.stack, case.scheme] += 1
-        text = str(failure)
-        status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
-            "timeout" if any(w in text for w in ("deadline", "furthest behind", "Timeout (")) else "error"
-        self._write_failure(case, key, status, " | ".join(text.splitlines())[:1500])
+        else:
+            self._lost[case.stack, case.scheme] += 1
+            text = str(failure)
+            status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
+                "timeout" if any(w in text for w in ("deadline", "furthest behind", "Timeout (")) else "error"
+            self._write_failure(case, key, status, " | ".join(text.splitlines())[:1500])
+        if self.hosts > 1 and not self.stopped:
+            self.stopped = True
+            print("a job on several hosts is not begun again: give --resume on every host", file=sys.stderr)
 
     def _write_failure(self, case: cp.Case, key: str, status: str, reason: str) -> None:
         row: dict[str, Any] = {
@@ -238,9 +242,8 @@ class Jobs:
             "status": status, "reason": reason, "environment": environment.machine(),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        if self.host == 0:
-            with records.Writer(self.out) as writer:
-                writer.write(row)
+        with records.Writer(self.out) as writer:
+            writer.write(row)
         print(f"{key}: {status}: {reason[:300]}", flush=True)
 
 
@@ -250,7 +253,7 @@ def _launcher(stack: str):
 
 
 def main(argv):
-    """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
+    """Runs the cases that the flags name; 1 where a row failed or the run was ended, 2 for bad flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     values = flags.FLAGS
@@ -270,7 +273,7 @@ def main(argv):
     rows = records.read(out)
     bad = [row for row in rows if row["status"] in ("mismatch", "error", "timeout")]
     print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {out}")
-    return 1 if bad else 0
+    return 1 if bad or jobs.stopped else 0
 
 
 if __name__ == "__main__":

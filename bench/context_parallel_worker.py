@@ -271,13 +271,12 @@ def links_row(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job, out: str) -> None:
-    """All cases of the job's request whose rows the file lacks, once it is this job's turn."""
+    """All cases of the job's request whose rows rank 0's file lacks, once it is this job's turn."""
     request = job.request
-    before = {row["key"]: row for row in records.read(out)}
+    before, checked = job.gather(None if job.rank else (_rows_before(out), checks_of(request.checked)))[0]
     asked = [from_record(fields) for fields in request.cases]
     cases = [c for c in asked if c.key not in before]
     traced = [c for c in asked if is_among(c, request.trace) and trace_key(c) not in before]
-    checked = checks_of(request.checked)
     lengths = [(c, request.check_len) for c in cases if c.any_length not in checked]
     job.progress.at("building")
     job.build([*lengths, *((c, 0) for c in asked if c in traced or request.timed and c in cases)])
@@ -298,11 +297,16 @@ def run(job: Job, out: str) -> None:
     rows += [(trace_key(case), functools.partial(trace_row, job, case), request.until)
              for case in traced]  # last: profilers can fail
     for key, made, until in rows:
-        if max(job.gather(time.time())) > until:
+        if any(job.gather(time.time() > until)):
             continue
         _begin(job, f"row {key}")
         _write(job, out, made())
     faulthandler.cancel_dump_traceback_later()
+
+
+def _rows_before(out: str) -> dict[str, dict[str, Any] | None]:
+    """Keys of the rows that the file has, with those of links as they are."""
+    return {row["key"]: row if row["kind"] == "links" else None for row in records.read(out)}
 
 
 def checks_of(path: str) -> dict[str, dict[str, Any]]:

@@ -1,16 +1,19 @@
 """Jobs of the context-parallel bench: a failed one costs the row it was at, the rest goes on."""
 
+import concurrent.futures
 import dataclasses
 import json
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
 
-from bench import context_parallel, records
+from bench import context_parallel, context_parallel_job, records
+from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case, from_record, work_of
 from workload.ranks import RankFailure
@@ -123,6 +126,65 @@ def test_stacks_measure_in_turn(tmp_path, monkeypatch, ahead):
     context_parallel.Jobs(out, {}, 5.0, ahead=ahead).run([Case(stack, "ring", SPEC, 2) for stack in ("torch", "jax")])
     assert told.index(("torch", "ends")) < told.index(("jax", "ends"))
     assert (told.index(("jax", "begins")) < told.index(("torch", "ends"))) == ahead
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_job_on_several_hosts_is_not_begun_again(tmp_path, monkeypatch, capsys, host):
+    """The other hosts would have to begin it, too: it ends on all, host 0 has its row, and --resume goes on."""
+    out, jobs = tmp_path / "rows.jsonl", []
+
+    def spawn(command, ranks, **options):
+        jobs.append(ranks)
+        raise RankFailure(0, {}, "Timeout (0:00:05)!")
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    run = context_parallel.Jobs(out, {}, 5.0, hosts=2, host=host, coordinator="h:1")
+    run.run([*CASES, dataclasses.replace(CASES[0], world=4)])
+    assert jobs == [1] and run.stopped and "--resume on every host" in capsys.readouterr().err
+    assert [row["status"] for row in records.read(out)] == (["timeout"] if host == 0 else [])
+
+
+class Rank:
+    """A rank of a job whose processes are threads, as far as `context_parallel_worker.run` asks."""
+
+    def __init__(self, rank, request, held):
+        self.rank, self.request, self.held = rank, request, held
+        self.progress, self.stack, self.world = \
+            types.SimpleNamespace(at=lambda step: None), types.SimpleNamespace(name="jax"), 2
+
+    build = staticmethod(lambda cases: None)
+
+    def gather(self, value):
+        """By way of a list that both fill before either reads."""
+        values, barrier = self.held
+        barrier.wait()
+        values[self.rank] = value
+        barrier.wait()
+        return list(values)
+
+
+def test_ranks_of_several_hosts_go_by_the_rows_of_rank_0(tmp_path, monkeypatch):
+    """Another host may have no file of records, or another clock; who measured what is said by one."""
+    files = [tmp_path / "host0.jsonl", tmp_path / "host1.jsonl"]
+    with records.Writer(files[0]) as writer:
+        writer.write(row_of(CASES[0]))
+    held, done = ([None, None], threading.Barrier(2, timeout=20)), {0: [], 1: []}
+    monkeypatch.setattr(worker, "measure_case", lambda job, case, *_: done[job.rank].append(case.key) or row_of(case))
+    monkeypatch.setattr(worker, "line", lambda row: row["key"])
+    monkeypatch.setattr(worker, "_begin", lambda job, step: None)
+    late = time.time() - 5
+
+    def rank(n, until):
+        request = context_parallel_job.Request([c.record() for c in CASES], until=until)
+        worker.run(Rank(n, request, held), str(files[n]))
+
+    for until, keys in (((1e12, 1e12), [c.key for c in CASES[1:]]), ((1e12, late), [])):
+        done.update({0: [], 1: []})
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            for each in [threads.submit(rank, n, x) for n, x in enumerate(until)]:
+                each.result()
+        assert done == {0: keys, 1: keys}
+        files[0].unlink(missing_ok=True)
 
 
 def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
