@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from workload.masks import REGULAR_MASKS, STATIC_MASKS
-from workload.problem import PASSES, AttentionProblem
+from workload.problem import PASSES, AttentionProblem, check_kind
 
 DYNAMIC_MASKS = ("uniform_block", "variable_block")
 ALL_MASKS = (*STATIC_MASKS, *DYNAMIC_MASKS)
@@ -41,7 +41,8 @@ class Capability:
     source: str = ""
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
-        """Why the kernel cannot take this problem, naming the argument; None where it can."""
+        """Why the kernel cannot take this problem, naming the argument; None where it can. TypeError: it is none."""
+        check_kind("problem", problem, AttentionProblem)
         name = problem.mask.name
         takes_custom = set(ALL_STATIC) <= set(self.masks)
         checks = (

@@ -24,7 +24,7 @@ def check_operands(kinds: tuple[type[Any], ...], **operands: Any) -> None:
       kinds: what the stack takes for a tensor; operands: by name, for the message.
     """
     for name, x in operands.items():
-        _check_kind(kinds, name, x)
+        check_kind(name, x, *kinds)
         shape = tuple(x.shape)
         if len(shape) != 4:
             raise ValueError(f"{name}: shape {shape} is not [batch, seq, heads, head_dim]")
@@ -32,14 +32,15 @@ def check_operands(kinds: tuple[type[Any], ...], **operands: Any) -> None:
 
 def check_tokens(kinds: tuple[type[Any], ...], x: Any, tokens: int, holder: str) -> None:
     """Refuses what is no tensor of a stack (TypeError) or not [batch, tokens, ...] (ValueError naming the holder)."""
-    _check_kind(kinds, "x", x)
+    check_kind("x", x, *kinds)
     if len(x.shape) < 2:
         raise ValueError(f"x: shape {tuple(x.shape)} is not [batch, tokens, ...]")
     if x.shape[1] != tokens:
         raise ValueError(f"x: {x.shape[1]} tokens, {holder} {tokens}")
 
 
-def _check_kind(kinds, name, x) -> None:
+def check_kind(name: str, x: Any, *kinds: type[Any]) -> None:
+    """Refuses what is of none of these types: TypeError naming the argument."""
     if not isinstance(x, kinds):
         wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
         raise TypeError(f"{name}: {type(x).__module__}.{type(x).__qualname__} is no {wanted}")

@@ -107,6 +107,13 @@ def test_operands_of_another_kind_are_refused_by_name(place, name):
             attention(*given, MASKS[0])
 
 
+def test_what_is_no_problem_is_refused_by_name():
+    """Once an AttributeError of something inside."""
+    for ask in (kernels.get("naive").refuse, kernels.get("naive").require):
+        with pytest.raises(TypeError, match="^problem: .*NoneType is no .*AttentionProblem"):
+            ask(None)
+
+
 @pytest.mark.parametrize("kernel", kernels.NAMES)
 def test_a_misspelt_option_is_named(kernel):
     """G4's kind: no option is dropped, and the message says whose it is not."""
