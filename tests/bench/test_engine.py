@@ -105,6 +105,26 @@ def test_building_a_mask_is_no_part_of_the_rate(tmp_path, monkeypatch):
     assert checked["prepare_seconds"] >= 0.3 > timed["seconds"]["min"]
 
 
+@pytest.mark.parametrize("which, asked", [("forward", [True, False]), ("backward", [True])])
+def test_a_row_of_a_gpu_tells_both_states_of_the_cache(tmp_path, monkeypatch, which, asked):
+    """M6: a warm cache made it look 1.6 times faster. The rate is the cold one's; a long pass does not feel it."""
+    stack, times, seen = attention_task.stack_of("torch"), {"forward": 2e-3, "backward": 0.2}, []
+    case, path = Case("torch", "naive", which, SPEC).record(), str(tmp_path / "reference.npz")
+    attention_task.reference(case, path)
+    attention_task.check(case, path)
+
+    def sampler(call, cold):
+        seen.append(cold)
+        return lambda n: times[which] if cold else 1e-3
+
+    for name, value in (("on_gpu", True), ("sampler", sampler), ("finish", lambda result=None: None),
+                        ("watch_memory", lambda: lambda compiled, arguments: 1)):
+        monkeypatch.setattr(stack, name, value)
+    row = attention_task.clock(case, dataclasses.asdict(FAST))
+    assert seen == asked and row["cache"] == "cold" and row["seconds"]["median"] == times[which]
+    assert (row["warm_seconds"] or {}).get("median") == (1e-3 if False in asked else None)
+
+
 def test_a_row_names_the_program_that_ran():
     """L4: past a limit a library went on with another program and said nothing.
 
