@@ -164,9 +164,11 @@ class _KeyMajor:
         s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
         walk = _Walk(self, mask_refs, first, tile)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walk))
+        # Where parts are added a block that visits nothing has nothing to do; elsewhere it writes zeros.
+        works = walk.steps() > 0 if self.split > 1 else True
+        pl.when((warpgroup == CONSUMERS) & works)(lambda: _produce(self, s, walk))
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when((warpgroup < CONSUMERS) & works)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             _Consumer(self, s, walk, warpgroup).run()
@@ -199,6 +201,18 @@ class _Walk:
         """The g-th query head of this block's share of the group."""
         return Head(self.first.batch, self.first.q + g, self.first.kv)
 
+    @property
+    def heads(self) -> int:
+        """Query heads of this block's share of the group."""
+        return self.kernel.group // self.kernel.split
+
+    def steps(self):
+        """How many pairs there are, or as many as the first head has where all have as many."""
+        policy = self.kernel.policy
+        if policy.one_walk:
+            return policy.walk(self.refs, self.first, self.tile).total
+        return sum(policy.walk(self.refs, self.head(g), self.tile).total for g in range(self.heads))
+
     def each(self, visit, carry):
         """Folds visit(step, index of the query tile as a function, head, masked, carry) -> carry over all pairs.
 
@@ -222,7 +236,7 @@ class _Walk:
 
         # Of a loop of one turn ptxas keeps less in uniform registers, a tenth more instructions a step: so that none is
         # seen to be one, the tile's sign, which is always 0, is added to the number of turns.
-        heads = self.kernel.group // self.kernel.split + lax.shift_right_logical(self.tile, jnp.int32(31))
+        heads = self.heads + lax.shift_right_logical(self.tile, jnp.int32(31))
         return lax.fori_loop(0, heads, one_head, (jnp.int32(0), carry))
 
 
@@ -343,16 +357,16 @@ class _Consumer:
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
-        tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        p, ds = pl.run_scoped(functools.partial(self._gradient, masked, slot, head), tile, tile)
+        p, ds = self._gradient(masked, slot, head)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
             half = lax.rem(step, jnp.int32(2))
+        plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
+        if kernel.with_dq:
+            plgpu.barrier_wait(s.ds_ready)  # the step before: the other's dS is there, what it replaces is read
 
         def products(*dq_ref):
-            plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
             if kernel.with_dq:
-                plgpu.barrier_wait(s.ds_ready)  # the step before: the other's dS is there, what it replaces is read
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
@@ -372,36 +386,45 @@ class _Consumer:
         pl.run_scoped(products, plgpu.ACC(kernel.part, jnp.float32))
         return here
 
-    def _gradient(self, masked: bool, slot, head, s_ref, dp_ref):
+    def _gradient(self, masked: bool, slot, head):
         """Probabilities and gradients of the logits, [keys, queries], in the operands' dtype."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         vectors = s.statistics_s.at[slot].transpose((1, 0))
+        tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
+        # A barrier's wait is a loop: accumulators that begin behind it begin as zeros of their first product.
         plgpu.barrier_wait(s.q_ready.at[slot])
-        plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
-        if not policy.changes_scores:
-            plgpu.wgmma(s_ref, ones(0), vectors)
-        plgpu.barrier_wait(s.do_ready.at[slot])
-        plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
-        plgpu.wgmma(dp_ref, ones(1), vectors)
-        key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
-        place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
-        if masked or policy.changes_scores:
-            values = tuple(x.at[slot] for x in s.values_s)
-            place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns, values=values)
-        rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
-        logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=2)
-        if policy.changes_scores:
-            scaled = logits * kernel.scale
-            lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
-            p = jnp.exp2(policy.scores(scaled, head, place) * LOG2E - place.by_column(lse))
-        else:
-            p = jnp.exp2(logits * (kernel.scale * LOG2E))
-        if masked:
-            p = jnp.where(policy.seen(rows, head, place), p, 0.0)
-        ds = p * dp_ref[...]
-        if policy.changes_scores:
-            ds = policy.score_gradient(scaled, ds, head, place)
-        return p.astype(kernel.dtype), ds.astype(kernel.dtype)
+
+        def logits_of(s_ref):
+            plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
+            if not policy.changes_scores:
+                plgpu.wgmma(s_ref, ones(0), vectors)
+            plgpu.barrier_wait(s.do_ready.at[slot])
+            return pl.run_scoped(functools.partial(gradients_of, s_ref), tile)
+
+        def gradients_of(s_ref, dp_ref):
+            plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(dp_ref, ones(1), vectors)
+            key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
+            place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
+            if masked or policy.changes_scores:
+                values = tuple(x.at[slot] for x in s.values_s)
+                place = dataclasses.replace(place, column0=s.column_s[slot] * kernel.tiles.columns, values=values)
+            rows = policy.load_rows(self.walk.refs, head, key0, ROWS) if masked else ()
+            logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=2)
+            if policy.changes_scores:
+                scaled = logits * kernel.scale
+                lse = plgpu.load(s.lse_s.at[slot], layout=COLUMN)
+                p = jnp.exp2(policy.scores(scaled, head, place) * LOG2E - place.by_column(lse))
+            else:
+                p = jnp.exp2(logits * (kernel.scale * LOG2E))
+            if masked:
+                p = jnp.where(policy.seen(rows, head, place), p, 0.0)
+            ds = p * dp_ref[...]
+            if policy.changes_scores:
+                ds = policy.score_gradient(scaled, ds, head, place)
+            return p.astype(kernel.dtype), ds.astype(kernel.dtype)
+
+        return pl.run_scoped(logits_of, tile)
 
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""

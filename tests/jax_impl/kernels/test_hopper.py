@@ -1,5 +1,7 @@
 """What the conformance suite does not ask of the Hopper kernels: partials, determinism, predicates, walks, lowering."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles
 from jax_impl.kernels.hopper_statistics import statistics
 from tests import conformance
+from tests.jax_impl import interpret_patch
 from tests.jax_impl.interpret_patch import interpreted
 from workload import masks
 from workload.oracle import attention_oracle
@@ -249,6 +252,39 @@ def test_split_heads_add_up():
     wide = [np.asarray(x, np.float64) for x in inputs]
     want = attention_oracle(*wide[:3], problem.mask, problem.scale, wide[3])
     close(passes("flashmask", problem, inputs, operands), (want.out, want.lse, want.dq, want.dk, want.dv))
+
+
+def test_a_tile_of_keys_that_nobody_sees_costs_nothing_where_heads_are_split(monkeypatch):
+    """Its gradients are zeros, and its thread blocks add nothing: as many additions as of the other keys alone."""
+    added = []
+    monkeypatch.setattr(interpret_patch._AddTask, "lock", _Counting(added))
+    tiles, found = Tiles(key_major=BackwardTiles(columns=128, split=2)), []
+    for keys in (128, 300):
+        mask = masks.from_intervals([np.zeros(60, int)], [np.full(60, 100)], keys)
+        problem = AttentionProblem(mask, 1, 2, 1, 64, DTYPE)
+        inputs = arrays(problem)
+        got = passes("flashmask", problem, inputs, kernels.get("flashmask").prepare(problem, tiles=tiles))
+        wide = [np.asarray(x, np.float64) for x in inputs]
+        want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
+        close(got, (want.out, want.lse, want.dq, want.dk, want.dv))
+        assert not np.asarray(got[3][:, 100:]).any() and not np.asarray(got[4][:, 100:]).any()
+        found.append(len(added))
+        added.clear()
+    assert found[0] == found[1] > 0
+
+
+class _Counting:
+    """A lock that notes each time it is taken."""
+
+    def __init__(self, taken: list):
+        self._lock, self._taken = threading.Lock(), taken
+
+    def __enter__(self):
+        self._lock.acquire()
+        self._taken.append(1)
+
+    def __exit__(self, *_):
+        self._lock.release()
 
 
 def lowered(name, problem, **options):
