@@ -3,6 +3,7 @@
     python -m bench.parity                      # the whole matrix that this machine can run
     python -m bench.parity --resume             # what is left of it
     python -m bench.parity --kernels=naive --masks=causal --shapes=tiny --passes=backward
+    python -m bench.parity --status             # how much of the matrix --out holds; runs nothing
     python -m bench.parity --schemes=ring --masks=causal_document --shapes=ranks --worlds=2,4
 
 A cell is a kernel, a mask, a shape and a pass that both stacks offer, or a scheme, a mask and a world of ranks. Its
@@ -22,8 +23,9 @@ from pathlib import Path
 
 from absl import app, flags
 from rich.console import Console
+from rich.table import Table
 
-from bench import engine, options, parity_kernels, parity_schemes, records
+from bench import engine, options, parity_kernels, parity_schemes, parity_status, records
 from bench.cases import STACKS
 from bench.parity_cells import Problems, Rows
 from bench.report import tables
@@ -35,13 +37,12 @@ from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
-SHARED_KERNELS = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 MOST_JOBS, MOST_JUDGES = 8, 4
 
 
 def define() -> None:
     """Defines the flags."""
-    options.define_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(SHARED_KERNELS)}.")
+    options.define_list("kernels", ["all"], f"Kernels: all, or some of {', '.join(parity_kernels.SHARED)}.")
     options.define_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
     options.define_list("masks", ["all"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
     options.define_list(
@@ -57,12 +58,13 @@ def define() -> None:
     options.define_float("seconds", 0.0, "No further cell is begun after this; 0: no limit.", lower_bound=0)
     options.define_out("out/parity.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    flags.DEFINE_bool("status", False, "Tells how much of the matrix --out holds, and runs nothing.")
     options.define_float("deadline", 180.0, "Seconds a step of a cell may take.", lower_bound=1)
 
 
 def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.Cell], list[parity_schemes.Cell]]:
     """The cells that the flags ask for on a machine with so many GPUs. ValueError names the flag."""
-    kernels = options.choose("kernels", values.kernels, SHARED_KERNELS)
+    kernels = options.choose("kernels", values.kernels, parity_kernels.SHARED)
     schemes = options.choose("schemes", values.schemes, SCHEMES)
     masks = options.choose("masks", values.masks, ALL_BUILDERS)
     which = options.choose("passes", values.passes, PASSES)
@@ -113,6 +115,20 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
         return records.read(out), len(todo - writer.keys)
 
 
+def tell(rows: list[dict], console: Console) -> int:
+    """Prints how much of the matrix the rows hold; 1 where a cell failed."""
+    found = parity_status.status(rows)
+    head, body = parity_status.table(found)
+    table = Table(*head, title="Cells of the matrix: agree / refused / not run", title_justify="left")
+    for line in body:
+        table.add_row(*line)
+    console.print(table)
+    failed = [key for one in found.values() for key in one.failed]
+    for key in failed:
+        console.print(f"fails: {key}", markup=False)
+    return 1 if failed else 0
+
+
 def main(argv):
     """Runs the cells that the flags name; 1 where one failed, 2 for bad flags."""
     values = flags.FLAGS
@@ -120,6 +136,10 @@ def main(argv):
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     console = Console(highlight=False, soft_wrap=True)
     try:
+        if values.status:
+            if not Path(values.out).is_file():
+                raise ValueError(f"--out: no such file: {values.out}")
+            return tell(records.read(Path(values.out)), console)
         rows, left = run(values, console)
     except ValueError as problem:
         print(problem, file=sys.stderr)

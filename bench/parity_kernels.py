@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import engine
+from bench import engine, options
 from bench.cases import STACKS, Case, ProblemSpec
 from bench.parity_cells import Problems, Rows, in_turns, spec_of
 from bench.timing import Protocol
@@ -21,6 +21,7 @@ from parity.budgets import cross_budget
 from parity.compare import errors, over_budget
 from parity.matrix import SHAPES
 
+SHARED = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
 GROUP = 12  # cells that a job takes at once at most: those of one program, so that it is compiled once
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from bench import parity_status
 from bench.report import aggregate, page, tables
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
@@ -35,8 +36,20 @@ def _agreement(rows: Sequence[Row]) -> str:
         "other. A cell of the matrix is the worst error of all shapes, passes, numbers of ranks and results (out, lse, "
         "dq, dk, dv) as a share of its budget: 1 is the limit. The budget is a small multiple of what a naive run in "
         "that dtype loses on the same data.</p>")
-    return note + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
+    return note + _status(found) + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
         + f"<details><summary>{len(body)} cells</summary>{page.table(HEAD, body)}</details>"
+
+
+def _status(found: Sequence[Row]) -> str:
+    """How much of the matrices has been run."""
+    counts = parity_status.status(found)
+    whole = sum(counts.values(), parity_status.Status())
+    head, body = parity_status.table(counts)
+    return (
+        f"<p>The whole matrix, each kernel name, mask, shape and pass, each scheme, mask and number of ranks: {whole}. "
+        "Refused are cells that one stack or both do not offer; the table of what runs where has the reasons.</p>"
+        "<details><summary>By kernel and shape: agree / refused / not run</summary>"
+        f"{page.table(head, body)}</details>")
 
 
 def _line(row: Row) -> list[str]:

@@ -1,5 +1,6 @@
 """The parity command: both stacks' naive kernels agree, a cell that fails says how to repeat it, a stop is no loss."""
 
+import contextlib
 import functools
 import importlib
 import json
@@ -12,11 +13,16 @@ import pytest
 from absl import flags
 from rich.console import Console
 
-from bench import engine, parity_kernels, parity_schemes, records
+from bench import attention_task, engine, parity_kernels, parity_schemes, parity_status, records
+from bench import parity as parity_main
 from bench.parity_cells import Problems, Rows
 from bench.turns import Turns
-from bench.workers import Worker
+from bench.workers import Failure, Worker
 from parity.compare import OF_PASS, RESULTS
+from parity.matrix import GPU_SHAPES
+from workload.problem import PASSES
+from workload.suite import ALL_BUILDERS
+from workload.topology import SCHEMES
 
 
 def parity(out, *more):
@@ -69,7 +75,10 @@ def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_of
         return {"status": "ok", "reason": "", "key": cell.key, "kind": "parity", "case": {}, "environment": {}}
 
     monkeypatch.setattr(parity_kernels, "judge", judge)
-    monkeypatch.setattr(parity_kernels, "throughput", lambda cell, *_: told.append(("clock", cell.shape)) or {})
+    held = []
+    monkeypatch.setattr(Turns, "alone", lambda self: held.append(self) or contextlib.nullcontext())
+    monkeypatch.setattr(parity_kernels, "throughput",
+                        lambda cell, *_: told.append(("clock", cell.shape)) or {} if held else {"status": "error"})
     monkeypatch.setattr(engine, "on_gpu", lambda *_: True)
     monkeypatch.setattr(engine.Workers, "start", lambda *_: None)
     monkeypatch.setattr(Worker, "ask", lambda *_, of, **__: list(range(len(of))))
@@ -94,6 +103,70 @@ def test_bad_values_are_named_before_anything_starts(flag, value, monkeypatch, c
     module.define()
     values(["parity", f"--{flag}={value}"])
     assert module.main(["parity"]) == 2 and f"--{flag}" in capsys.readouterr().err
+
+
+def test_cells_of_one_program_stay_together_and_what_is_timed_comes_first():
+    cells = parity_kernels.cells(["flashmask"], ["full", "causal", "causal_document"], ["ragged", "long"], PASSES, 0)
+    numbers = {"full": 0, "causal": 1, "causal_document": 0}
+    groups = parity_kernels.grouped(cells, {cell.place: numbers[cell.spec.mask] for cell in cells})
+    assert [{(cell.shape, cell.spec.mask) for cell in group} for group in groups] == [
+        {("long", "causal")}, {("long", "causal_document")}, {("ragged", "full"), ("ragged", "causal_document")},
+        {("ragged", "causal")}]
+    assert sorted(c.key for group in groups for c in group) == sorted(c.key for c in cells)
+
+
+def test_masks_of_one_signature_have_one_program():
+    """What `build` would compile once, told without compiling; numbers are those of the first case."""
+    cells = parity_kernels.cells(["naive"], ["causal", "full", "uniform_block"], ["tiny"], ["forward"], 0)
+    assert attention_task.programs([cell.of("jax") for cell in cells]) == [0, 0, 2]
+
+
+def test_a_check_whose_memory_others_hold_is_done_again_alone(monkeypatch):
+    """Naive attention at 8K in both stacks, with other jobs on the card."""
+    cell, turns, told = parity_kernels.cells(["naive"], ["causal"], ["long"], ["forward"], 0)[0], Turns(), []
+
+    class Asked:
+        def __init__(self, stack):
+            self.stack = stack
+
+        def ask(self, task, _, **arguments):
+            if not task.endswith(":check"):
+                return None
+            told.append((self.stack, turns._busy))
+            if self.stack == "jax" and not turns._busy:
+                return Failure("out_of_memory", "x")
+            np.savez(arguments["keep"], out=np.ones(3))
+            return {"budget": {"out": 1.0}, "oracle": "x", "errors": {"out": 0.1}, "source": "", "wrong": [],
+                    "prepare_seconds": 0.0, "compile_seconds": 0.0}
+
+    workers = {stack: Asked(stack) for stack in ("jax", "torch")}
+    monkeypatch.setattr(engine.Workers, "__getitem__", lambda _, stack: workers[stack])
+    monkeypatch.setattr(engine.Workers, "environment", lambda *_: {})
+    monkeypatch.setattr(Problems, "of", lambda *_: {"reference": "r", "jax": "a", "torch": "b"})
+    row = parity_kernels.judge(cell, engine.Workers(), Problems("", 1.0, []), turns, lambda: 1.0)
+    assert row["status"] == "ok" and sorted(told[:2]) == [("jax", False), ("torch", False)], row
+    assert told[2:] == [("jax", True)]
+
+
+def rows_of(cells, *statuses):
+    return [engine.new_row(cell.key, "parity", cell.of("jax") | {"shape": cell.shape}, {})
+            | {"status": status, "reason": "x"} for cell, status in zip(cells, statuses, strict=False)]
+
+
+def test_a_record_tells_how_much_of_the_matrix_it_holds(capsys):
+    """A cell of a GPU's shape makes the GPU's matrix the one that counts; a failing cell is named."""
+    kernels = parity_kernels.cells(["naive"], ["causal"], ["long"], PASSES, 0)
+    schemes = parity_schemes.cells(["ring"], ["full", "causal"], [2], ["striped"], "ranks", 0)
+    rows = rows_of(kernels, "ok", "mismatch") + rows_of(schemes, "ok", "unsupported")
+    found = parity_status.status(rows)
+    assert found["naive", "long"] == parity_status.Status(1, 0, 4, (kernels[1].key,))
+    assert found["ring", "ranks"] == parity_status.Status(1, 1, len(ALL_BUILDERS) - 2)
+    assert {shape for _, shape in found} == {*GPU_SHAPES, "ranks"} and found["usp", "ranks"].missing == 14
+    head, body = parity_status.table(found)
+    assert [len(line) for line in body] == [len(head)] * (len(parity_kernels.SHARED) + len(SCHEMES) + 1)
+    assert parity_status.status([]) == {}
+    assert parity_main.tell(rows, Console(width=200)) == 1 and f"fails: {kernels[1].key}" in capsys.readouterr().out
+    assert parity_main.tell(rows[:1], Console(width=200)) == 0
 
 
 def repeats(row, tmp_path):
