@@ -35,6 +35,7 @@ WHOLE_CELLS = 1 << 24  # logits of a head, 4K tokens, above which some rows and 
 KEEPS_MEMORY = ("jax",)  # its allocator takes memory of the device for good
 RENEWED_BYTES = 6 << 30
 AGAIN_SECONDS = 1.0  # for a ceiling that a row is about to be rejected by
+TRIES = 3  # times that a row is timed before it is rejected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +257,23 @@ class Bench:
         if not self.options.timed:
             return row
         with self.turns.alone(order):
-            row |= ask("clock", protocol=dataclasses.asdict(self.options.protocol))
-            rated = with_rates(row, self.ceilings.peak(case.spec.dtype))
-            return rated if rated["status"] == "ok" else with_rates(row, self.ceilings.again(case.spec.dtype))
+            return self._timed(case, ask, row)
+
+    def _timed(self, case, ask, row) -> dict[str, Any]:
+        """The row with its times and rates.
+
+        One above the ceiling is timed again beside it before it is rejected: a busy machine may have spoilt either.
+        """
+        peak = self.ceilings.peak(case.spec.dtype)
+        for _ in range(TRIES):
+            timed = row | ask("clock", protocol=dataclasses.asdict(self.options.protocol))
+            rated = with_rates(timed, peak)
+            if rated["status"] != "ok":
+                peak = self.ceilings.again(case.spec.dtype)
+                rated = with_rates(timed, peak)
+            if rated["status"] == "ok":
+                break
+        return rated
 
     def _built(self, case, ask) -> dict[str, Any]:
         """What compiling ahead adds to a row: nothing, or why it failed, for a first call compiles too.
