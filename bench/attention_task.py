@@ -188,7 +188,8 @@ def _build(case: cases.Case, inputs: str | None = None) -> _Ready:
         other = compiled(*arguments[-1]) if sets > 1 else first
     else:
         _saved[origin], other = saved, saved[-1]
-    moves = sets == 1 or not problem.cells or not np.array_equal(*(stack.take(x[0][:, :, :1]) for x in (first, other)))
+    some = ((stack.take(x[:, :, :1]), stack.take(y[:, :, :1])) for x, y in zip(first, other, strict=True))
+    moves = sets == 1 or not problem.cells or not all(np.array_equal(*pair) for pair in some)
     ready = _Ready(
         compiled, arguments, first, prepare_seconds, compile_seconds, kernel.capability.source, moves)
     _held[case.key] = ready
@@ -259,7 +260,7 @@ def check(
     measured = errors(got, judged.results)
     wrong = over_budget(measured, judged.budget)
     if not ready.output_moves:
-        wrong.append(f"{next(iter(got))}: the same for different inputs")
+        wrong.append(f"{', '.join(got)}: the same for different inputs")
     return {
         "errors": measured, "budget": judged.budget, "oracle": judged.oracle, "wrong": wrong, "source": ready.source,
         "prepare_seconds": ready.prepare_seconds, "compile_seconds": ready.compile_seconds,

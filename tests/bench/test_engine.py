@@ -125,6 +125,28 @@ def test_a_row_of_a_gpu_tells_both_states_of_the_cache(tmp_path, monkeypatch, wh
     assert (row["warm_seconds"] or {}).get("median") == (1e-3 if False in asked else None)
 
 
+def test_results_that_do_not_depend_on_the_inputs_are_wrong(tmp_path, monkeypatch):
+    """M9: a kernel that gives its first result again. Of one row on one key dq is 0, whatever the inputs are."""
+    stack, path = attention_task.stack_of("torch"), str(tmp_path / "reference.npz")
+    kernel, held = stack.kernel("naive"), []
+
+    def again(*args, **kwargs):
+        held.append(kernel.forward(*args, **kwargs))
+        return held[0]
+
+    def exact(*args, **kwargs):
+        dq, dk, dv = kernel.backward(*args, **kwargs)
+        return 0 * dq, 0 * dk, dv
+
+    monkeypatch.setattr(stack, "kernel", lambda name: dataclasses.replace(kernel, forward=again, backward=exact))
+    one = ProblemSpec("full", 1, head_dim=16, dtype="float32")
+    for spec, which, wrong in ((one, "backward", []), (SPEC, "forward", ["out, lse: the same for different inputs"])):
+        case = Case("torch", "naive", which, spec).record()
+        attention_task.reference(case, path)
+        assert attention_task.check(case, path)["wrong"] == wrong
+        held.clear()
+
+
 def test_a_row_names_the_program_that_ran():
     """L4: past a limit a library went on with another program and said nothing.
 
