@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -171,9 +172,11 @@ def _heat_map(masks, columns, cells, unit, title) -> plt.Figure:
 def svg(figure: plt.Figure) -> str:
     """A figure to be inlined: transparent, in the page's own text colour."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    with plt.rc_context(STYLE):  # text as text
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
-    return text[text.index("<svg"):].replace(INK, "currentColor")
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text[text.index("<svg"):])  # a hundredth of a point is enough
+    return re.sub(r"\n\s*", "\n", text).replace(INK, "currentColor")
 
 
 def save_png(figure: plt.Figure, path: Path) -> None:

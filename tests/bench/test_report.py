@@ -149,6 +149,14 @@ def test_a_floor_may_be_memory():
     assert "10 x its floor" not in aggregate.cause(entry) and "128-tiles hold 1.40 x" in aggregate.cause(entry)
 
 
+def test_an_inlined_picture_has_text_and_short_numbers():
+    """Once its letters were outlines, 60 % of the picture."""
+    figure = next(iter(pictures.heat_maps(aggregate.entries(mixed())).values()))
+    text = pictures.svg(figure)
+    assert ">WRONG</text>" in text and "currentColor" in text and not re.search(r'd="[^"]*\.\d{3}', text)
+    pictures.plt.close("all")
+
+
 def test_a_heat_map_shows_failures_by_name():
     found = aggregate.entries(mixed())
     shown = {t.get_text() for figure in pictures.heat_maps(found).values() for t in figure.axes[0].texts}
