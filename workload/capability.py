@@ -27,6 +27,8 @@ class Capability:
       devices: "cpu", "gpu".
       square_only: whether q_len must equal kv_len.
       block_sizes: block sizes of dynamic masks, or None for any.
+      positive_scale: whether scale must be above 0, as where a row's maximum is taken, and keys are hidden, before
+        logits are scaled.
       source: where the kernel comes from (own schedule, package and version).
     """
 
@@ -38,6 +40,7 @@ class Capability:
     devices: tuple[str, ...] = ("cpu", "gpu")
     square_only: bool = False
     block_sizes: tuple[int, ...] | None = None
+    positive_scale: bool = False
     source: str = ""
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
@@ -53,6 +56,7 @@ class Capability:
              f"q_heads {problem.q_heads} with kv_heads {problem.kv_heads}"),
             (not self.square_only or problem.q_len == problem.kv_len,
              f"q_len {problem.q_len} with kv_len {problem.kv_len}"),
+            (not self.positive_scale or problem.scale > 0, f"scale {problem.scale}"),
             *((p in self.passes, f"pass {p}") for p in passes),
             (self.block_sizes is None or name not in DYNAMIC_MASKS or
              getattr(problem.mask, "block", None) in self.block_sizes,

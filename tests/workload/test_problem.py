@@ -79,6 +79,9 @@ def test_capability_answers_before_any_launch():
     assert refuse(problem, head_dims=(64, 128)) == "does not take head_dim 96"
     assert refuse(problem, grouped_heads=False) == "does not take q_heads 4 with kv_heads 2"
     assert refuse(problem, square_only=True) == "does not take q_len 6 with kv_len 9"
+    for scale in (0.0, -0.5):
+        scaled = AttentionProblem(masks.causal(6, 9), scale=scale)
+        assert refuse(scaled) is None and refuse(scaled, positive_scale=True) == f"does not take scale {scale}"
     assert Capability(ALL_MASKS, passes=("forward",)).refuse(problem) == "does not take pass backward"
     assert Capability(ALL_MASKS, passes=("forward",)).refuse(problem, ("forward",)) is None
 

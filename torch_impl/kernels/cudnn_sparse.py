@@ -37,7 +37,6 @@ class BlockCapability(Capability):
             (not mask.causal, "a causal diagonal"),
             ((mask.counts > 0).all(), "query blocks that see no key block"),
             ("backward" not in passes or problem.q_heads == problem.kv_heads, f"backward of {heads}"),
-            (problem.scale > 0, f"scale {problem.scale}"),
         )
         return next((f"does not take {what}" for good, what in checks if not good), None)
 
@@ -109,6 +108,7 @@ KERNEL = Kernel(
     NAME,
     BlockCapability(
         ("uniform_block",), dtypes=("bfloat16",), head_dims=(128,), devices=("gpu",), block_sizes=(64, 128),
+        positive_scale=True,
         source="nvidia-cudnn-frontend: cudnn.block_sparse_attention",
     ),
     prepare,

@@ -99,7 +99,7 @@ KERNEL = Kernel(
     NAME,
     WrapperCapability(
         DYNAMIC_MASKS, dtypes=HALF, head_dims=(64, 128, 256), passes=("forward",), devices=("gpu",),
-        source="flashinfer-python, VariableBlockSparseAttentionWrapper, fa3 backend",
+        positive_scale=True, source="flashinfer-python, VariableBlockSparseAttentionWrapper, fa3 backend",
     ),
     prepare,
     forward,

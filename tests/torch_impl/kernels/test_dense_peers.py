@@ -157,6 +157,14 @@ def test_lse_comes_back_as_it_went():
         assert torch.equal(fa2.unfold_lse(packed, 2, operands), lse)
 
 
+@pytest.mark.parametrize("name", ("fa2", "fa3", "fa3_mask"))
+def test_a_scale_that_is_not_positive_is_refused(name):
+    """They hide keys by -inf, and take a row's maximum, before they scale: -inf times -1 would show them all."""
+    refuse = kernels.get(name).capability.refuse
+    assert refuse(AttentionProblem(masks.causal(9, 9), 1, 1, 1, 64, scale=-0.5)) == "does not take scale -0.5"
+    assert refuse(AttentionProblem(masks.causal(9, 9), 1, 1, 1, 64)) is None
+
+
 @pytest.mark.parametrize("name", ("fa2", "fa3"))
 def test_a_heterogeneous_mask_is_refused_by_name(name):
     problem = AttentionProblem(mask_of("prefix_lm_causal"), dtype="bfloat16")
