@@ -74,7 +74,7 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, turns: Turns,
     """The row of a cell, untimed.
 
     Args:
-      turns: compiling takes none, checking is done among others, or alone where their memory was in the way.
+      turns: compiling takes none; the rest is done among others, a check again alone where their memory was in the way.
       patience: what a step that begins now may take, in seconds.
     """
     machine = {stack: workers.environment(stack, patience()) for stack in STACKS}
@@ -105,7 +105,8 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, turns: Turns,
 
     with concurrent.futures.ThreadPoolExecutor(len(STACKS)) as threads:  # compilers take most of the time
         built = [threads.submit(build, stack) for stack in STACKS]
-        made = problems.of(cell.spec)
+        with turns.together():
+            made = problems.of(cell.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
         for done in built:

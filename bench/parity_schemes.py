@@ -145,7 +145,8 @@ class Run(contextlib.ExitStack):
             cell.case.schedule()
         except Unsupported as reason:
             return row | {"status": "unsupported", "reason": str(reason)}
-        made = self._problems.of(cell.case.spec)
+        with self._turns.together():
+            made = self._problems.of(cell.case.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
         built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"), inputs=made["jax"])
