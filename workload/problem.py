@@ -74,7 +74,7 @@ class AttentionProblem:
         if not isinstance(self.mask, IntervalMask | BlockMask):
             raise ValueError(f"mask: {type(self.mask).__name__} is neither an IntervalMask nor a BlockMask")
         for name in ("batch", "q_heads", "kv_heads", "head_dim"):
-            integer(name, getattr(self, name), 1)
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads} does not divide q_heads {self.q_heads}")
         if self.dtype not in ITEM_BYTES:

@@ -46,7 +46,7 @@ class Topology:
 
     def __post_init__(self):
         for name in ("world", "ulysses", "window", "ranks_per_node"):
-            integer(name, getattr(self, name), 1)
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.world % self.ulysses:
             raise Unsupported("topology", f"ulysses degree {self.ulysses} does not divide world {self.world}")
         if self.ring % self.window:

@@ -1,11 +1,13 @@
 """AttentionProblem and Capability: FLOPs, bytes, refusals."""
 
+import numpy as np
 import pytest
 
 from workload import masks
 from workload.block_masks import uniform_block, variable_block
 from workload.capability import ALL_MASKS, ALL_STATIC, DYNAMIC_MASKS, REGULAR, Capability
 from workload.problem import AttentionProblem
+from workload.topology import Topology
 
 
 def test_causal_flops():
@@ -59,6 +61,13 @@ def test_default_scale_is_of_the_head_width():
 def test_wrong_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         AttentionProblem(**{"mask": masks.causal(4, 5)} | settings)
+
+
+def test_sizes_become_integers():
+    """4.0 is an integer, and NumPy's are; what is made of them is Python's."""
+    problem = AttentionProblem(masks.full(2, 3), 2.0, np.int64(4), 2.0, np.int32(8))
+    assert [type(n) for n in (*problem.q_shape, *problem.kv_shape, problem.flops("forward"))] == [int] * 9
+    assert repr(Topology(4.0, np.int64(2))) == repr(Topology(4, 2))
 
 
 def test_mask_heads_must_fit():
