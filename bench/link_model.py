@@ -135,8 +135,12 @@ def copy_seconds(signature: Signature, collective: Collective, links: Links) -> 
     if collective.axis == "ulysses":
         passes = 1 + (signature.sorts_kv if keys else signature.sorts_q)
         return 2 * passes * collective.operand_bytes / links.memory_bandwidth
-    gathered = collective.operand_bytes * (signature.topology.ring if collective.kind == "all_gather" else 1)
-    return 2 * signature.sorts_gathered * gathered / links.memory_bandwidth
+    if not signature.sorts_gathered:
+        return 0.0
+    ring, share = signature.topology.ring, signature.kv_rows / (signature.topology.ring * signature.kv_block)
+    if collective.kind == "all_gather":  # what a kernel is handed is read and written; of sums all places are written
+        return 2 * share * ring * collective.operand_bytes / links.memory_bandwidth
+    return (1 + share) * collective.operand_bytes / links.memory_bandwidth
 
 
 def _group_seconds(nodes: Sequence[int], collective: Collective, links: Links) -> float:

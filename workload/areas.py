@@ -98,6 +98,17 @@ def area_matrix(mask, row_shards: list[np.ndarray], key_shards: list[np.ndarray]
     return out
 
 
+def tiles_seen(mask, rows: np.ndarray, tile: int) -> np.ndarray:
+    """Which tiles of `tile` keys hold one that some of these rows see: bool [tiles]."""
+    change = np.zeros(-(-mask.kv_len // tile) + 1, np.int64)
+    for h in range(mask.heads):
+        starts, ends, _ = row_intervals(mask, rows, h)
+        some = ends > starts
+        np.add.at(change, starts[some] // tile, 1)
+        np.add.at(change, -(-ends[some] // tile), -1)
+    return np.cumsum(change)[:-1] > 0
+
+
 def keys_needed(mask, rows: np.ndarray, own: np.ndarray, heads) -> int:
     """How many keys outside `own` some of these rows sees under some of the mask's `heads`."""
     parts = [row_intervals(mask, rows, h) for h in heads]

@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from workload.areas import area_matrix, keys_needed
+from workload.areas import area_matrix, keys_needed, tiles_seen
+from workload.block_masks import BlockMask
 from workload.errors import Unsupported
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
@@ -20,6 +21,7 @@ from workload.signature import Signature, Step
 from workload.topology import Hop, Topology, head_layout
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+KEY_TILE = 128  # gathered keys are left out in whole tiles, so that a kernel's tiles stay what they are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,12 +62,30 @@ class Schedule:
         """The same for keys, int64 [kv_block]."""
         return _order(self.kv_sharding, self.topology.group("ulysses", self.topology.rank(ring_index, 0)))
 
-    def gathered_order(self) -> np.ndarray:
-        """Ascending order of the gathered keys: int64 [kv_total], places in the gathered blocks (each ascending)."""
+    @cached_property
+    def gathered_places(self) -> np.ndarray:
+        """Where each key lies in the gathered blocks (each ascending): int64 [kv_total]."""
         out = np.empty(self.kv_sharding.total, np.int64)
         for r, tokens in enumerate(self.kv_groups):
             out[tokens] = r * self.signature.kv_block + np.arange(len(tokens))
         return out
+
+    def gathered_order(self, ring_index: int) -> np.ndarray:
+        """Places in the gathered blocks of the keys that a kernel is handed, ascending: int64 [gathered_rows]."""
+        return self.gathered_places[self.keys(0, ring_index)]
+
+    def gathered_keys(self, ring_index: int) -> np.ndarray:
+        """Ascending positions of the gathered keys that a kernel is handed: int64 [gathered_rows].
+
+        All, or the tiles of which some row of ring_index sees a key and as many others as make the number up.
+        """
+        rows, total = self.signature.gathered_rows, self.kv_sharding.total
+        if rows == total:
+            return np.arange(total)
+        tile = _key_tile(total)
+        chosen = np.repeat(tiles_seen(self.problem.mask, self.q_groups[ring_index], tile), tile)[:total]
+        chosen[np.flatnonzero(~chosen)[: rows - chosen.sum()]] = True
+        return np.flatnonzero(chosen)
 
     def source(self, step: int, ring_index):
         """The ring index whose keys ring_index computes against."""
@@ -75,7 +95,7 @@ class Schedule:
     def keys(self, step: int, ring_index: int) -> np.ndarray:
         """Ascending positions of the keys that ring_index computes against."""
         if self.signature.gathers:
-            return np.arange(self.kv_sharding.total)
+            return self.gathered_keys(ring_index)
         return self.kv_groups[self.source(step, ring_index)]
 
     @cached_property
@@ -213,8 +233,9 @@ def make_schedule(
       problem: the global problem; any of the fourteen masks.
       topology: of `make_topology`.
       q_sharding, kv_sharding: of `shardings`; one serves both where q_len == kv_len.
-      skip: leave out rotations that bring no rank a key it needs (which makes the steps depend on the mask);
-        False keeps all, so that one compiled program serves every mask.
+      skip: leave out rotations that bring no rank a key it needs, and of gathered keys those that no row of a rank
+        sees (which makes steps and shapes depend on the mask); False keeps all, so that one compiled program serves
+        every mask.
       travel: dtype of gradient sums in flight: "float32", or the problem's dtype at half the bytes and less precision.
       with_lse: return lse in token order as well.
 
@@ -235,22 +256,24 @@ def make_schedule(
     signature = Signature(
         scheme, topology, head_layout(problem.q_heads, problem.kv_heads, topology.ulysses), problem.batch,
         problem.head_dim, problem.dtype, problem.scale, q_sharding.length, kv_sharding.length,
-        q_sharding.total, kv_sharding.total, (Step(),), None, gathers, not orders[0], not orders[1], False, travel,
-        with_lse,
+        q_sharding.total, kv_sharding.total, (Step(),), None, gathers, not orders[0], not orders[1], False,
+        kv_sharding.total, travel, with_lse,
     )
     schedule = Schedule(signature, problem, q_sharding, kv_sharding)
     if gathers:
-        sorts = not np.array_equal(schedule.gathered_order(), np.arange(kv_sharding.total))
-        schedule = dataclasses.replace(schedule, signature=dataclasses.replace(signature, sorts_gathered=sorts))
-    if gathers:
-        return schedule
-    shift = np.ones((topology.windows, topology.window), bool)
-    if skip:
-        shift = _needed(schedule.pair_area > 0, topology)
-    steps, home = _walk(shift, topology)
-    walked = Schedule(dataclasses.replace(signature, steps=steps, home=home), problem, q_sharding, kv_sharding)
-    walked.__dict__.update({n: x for n, x in schedule.__dict__.items() if n in ("pair_area", "q_groups", "kv_groups")})
-    return walked
+        rows = _gathered_rows(schedule) if skip else kv_sharding.total
+        sorts = rows < kv_sharding.total or bool((np.diff(schedule.gathered_places) != 1).any())
+        signature = dataclasses.replace(signature, sorts_gathered=sorts, gathered_rows=rows)
+    else:
+        shift = np.ones((topology.windows, topology.window), bool)
+        if skip:
+            shift = _needed(schedule.pair_area > 0, topology)
+        steps, home = _walk(shift, topology)
+        signature = dataclasses.replace(signature, steps=steps, home=home)
+    made = Schedule(signature, problem, q_sharding, kv_sharding)
+    known = ("pair_area", "q_groups", "kv_groups", "gathered_places")
+    made.__dict__.update({n: x for n, x in schedule.__dict__.items() if n in known})
+    return made
 
 
 def best_schedule(
@@ -273,6 +296,26 @@ def best_schedule(
         for kind, granule in candidates
     )
     return max(tried, key=lambda s: round(getattr(s, by), 3))
+
+
+def _key_tile(total: int) -> int:
+    """Keys that are left out together; fewer where there are few."""
+    return max(1, min(KEY_TILE, total // 16))
+
+
+def _gathered_rows(schedule: Schedule) -> int:
+    """All keys, halved as often as what the rows of any one ring index see still fits, in whole tiles: few shapes.
+
+    All keys under a dynamic mask, of which the rows and heads of a rank together list nearly every block.
+    """
+    mask, total = schedule.problem.mask, schedule.kv_sharding.total
+    if schedule.topology.ring == 1 or isinstance(mask, BlockMask):
+        return total
+    tile, rows = _key_tile(total), total
+    most = max(int(tiles_seen(mask, held, tile).sum()) for held in schedule.q_groups) * tile
+    while (half := -(-rows // (2 * tile)) * tile) < rows and half >= most:
+        rows = half
+    return rows
 
 
 def _needed(seen: np.ndarray, topology: Topology) -> np.ndarray:

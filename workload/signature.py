@@ -76,7 +76,9 @@ class Signature:
       home: the hop that takes the travelling sums of dk, dv home, None where nothing travels.
       gathers: whether keys are all-gathered over the ring rather than walked.
       sorts_q, sorts_kv: whether an exchanged sequence is permuted to ascending order (a copy).
-      sorts_gathered: the same for gathered keys; where False, ascending order is the first kv_total places.
+      sorts_gathered: whether gathered keys are chosen and put in ascending order (a copy); where False, they are the
+        first kv_total places.
+      gathered_rows: how many of the gathered keys a kernel is handed.
       travel: dtype of gradient sums in flight, "float32" or the problem's dtype.
       with_lse: whether lse is put back in token order too.
     """
@@ -98,6 +100,7 @@ class Signature:
     sorts_q: bool
     sorts_kv: bool
     sorts_gathered: bool
+    gathered_rows: int
     travel: str
     with_lse: bool
 
@@ -114,7 +117,7 @@ class Signature:
     @property
     def kv_rows(self) -> int:
         """Keys of a local problem."""
-        return self.kv_total if self.gathers else self.kv_block
+        return self.gathered_rows if self.gathers else self.kv_block
 
     @property
     def sums_dtype(self) -> str:

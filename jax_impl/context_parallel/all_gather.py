@@ -1,9 +1,9 @@
 """Ring all-gather: every ring index gathers all keys and computes its rows in one local call; twin in torch_impl.
 
 The context parallelism of Llama 3 (Grattafiori et al., 2024, section 3.3.2). Keys are put in ascending order, so one
-kernel call takes the mask as it is and nothing is merged. Backward: keys are gathered again; dk, dv of all keys are
-summed over the ring by a float32 reduce-scatter, or travel in the problem's dtype by an all-to-all of pieces that are
-summed in float32 at home, each contribution rounded once.
+kernel call takes the mask as it is and nothing is merged; keys that no row of a rank sees are left out of its call.
+Backward: keys are gathered again; dk, dv of all keys are summed over the ring by a float32 reduce-scatter, or travel in
+the problem's dtype by an all-to-all of pieces that are summed in float32 at home, each contribution rounded once.
 """
 
 import jax
@@ -52,17 +52,17 @@ def gradients(local: Local, saved, dout, data: Data):
 
 
 def gather(local: Local, tensors, data: Data):
-    """Gathers blocks of k, v: all keys in ascending order, without padding."""
+    """Gathers blocks of k, v: the keys that this rank's kernel is handed, ascending, without padding."""
     return [_gather(local.signature, x, data) for x in tensors]
 
 
 def scatter_sum(local: Local, tensors, data: Data):
-    """[batch, kv_total, ..] of every ring index to this one's block, summed over the ring."""
+    """[batch, gathered_rows, ..] of every ring index to this one's block, summed over the ring."""
     return [_scatter_sum(local.signature, x, data) for x in tensors]
 
 
 def _gather(signature, x, data: Data):
-    """All keys in ascending order, without padding."""
+    """The keys that this rank's kernel is handed."""
     if signature.topology.ring > 1:
         x = jax.lax.all_gather(x, "ring", axis=1, tiled=True)
     if data.gathered_order is None:
@@ -71,12 +71,12 @@ def _gather(signature, x, data: Data):
 
 
 def _scatter_sum(signature, x, data: Data):
-    """[batch, kv_total, ..] of every ring index to this one's block, summed over the ring."""
+    """[batch, gathered_rows, ..] of every ring index to this one's block, summed over the ring."""
     ring, block = signature.topology.ring, signature.kv_block
     if data.gathered_order is None:
         x = jnp.pad(x, ((0, 0), (0, ring * block - x.shape[1]), (0, 0), (0, 0)))
     else:
-        x = take_tokens(x, inverse(data.gathered_order, ring * block), fill=signature.kv_total)
+        x = take_tokens(x, inverse(data.gathered_order, ring * block), fill=signature.gathered_rows)
     if ring == 1:
         return x
     if signature.travel == "float32":

@@ -210,10 +210,7 @@ def _sharded(program: Program, function, in_specs, out_specs):
 
 def _data_specs(program: Program, data):
     by_rank = PartitionSpec(program.token_axes)
-    specs = jax.tree.map(lambda _: by_rank, data)
-    if data.gathered_order is None:
-        return specs
-    return specs.__class__(**{**vars(specs), "gathered_order": PartitionSpec()})
+    return jax.tree.map(lambda _: by_rank, data)
 
 
 def _rank_data(data):

@@ -24,7 +24,8 @@ class Data:
     seen: per step whether a rank sees a key, bool [world] outside and a scalar inside; None where all ranks do.
     q_positions, kv_positions: int32 [world * length], global positions in rank order, -1 for padding.
     q_order, kv_order: int32 [world * exchanged length], ascending order of each exchanged sequence, or None.
-    gathered_order: int32 [kv_total], ascending order of the gathered keys, or None.
+    gathered_order: int32 [world * gathered_rows], which gathered keys each rank is handed, ascending, or None for all
+      as they come.
     """
 
     masks: tuple[Any, ...]

@@ -124,13 +124,9 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *
 
 def place(plan: Plan) -> Plan:
     """A plan whose data are NumPy arrays (`on_host`), placed on its mesh."""
-    program, data = plan.program, plan.data
+    program = plan.program
     tokens = NamedSharding(program.mesh, PartitionSpec(program.token_axes))
-    whole = NamedSharding(program.mesh, PartitionSpec())
-    placed = jax.tree.map(lambda x: put(x, tokens), dataclasses.replace(data, gathered_order=None))
-    if data.gathered_order is not None:
-        placed = dataclasses.replace(placed, gathered_order=put(data.gathered_order, whole))
-    return Plan(program, placed)
+    return Plan(program, jax.tree.map(lambda x: put(x, tokens), plan.data))
 
 
 def alike(plans: Sequence[Plan], *, fixed: bool = True) -> list[Plan]:
@@ -157,7 +153,7 @@ def _host_data(schedule: Schedule, kernel: str, head_groups: int, skip: bool) ->
         kv_positions=schedule.kv_sharding.table.reshape(-1).astype(np.int32),
         q_order=by_rank(schedule.q_order) if signature.sorts_q else None,
         kv_order=by_rank(schedule.kv_order) if signature.sorts_kv else None,
-        gathered_order=schedule.gathered_order().astype(np.int32) if signature.sorts_gathered else None,
+        gathered_order=by_rank(schedule.gathered_order) if signature.sorts_gathered else None,
     )
 
 

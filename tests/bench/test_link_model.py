@@ -82,6 +82,10 @@ def test_copies_of_an_exchange_and_of_keys_out_of_order():
     zigzag = dataclasses.replace(gathered, sorts_gathered=True)
     moved = 4 * sum(c.operand_bytes for c in zigzag.collectives("forward"))
     assert predict(zigzag, "forward", [1.0], links).total == pytest.approx(1 + 2 * moved / 10)
+    half = dataclasses.replace(zigzag, gathered_rows=zigzag.kv_total // 2)  # and its sums, into all places
+    assert predict(half, "forward", [1.0], links).total == pytest.approx(1 + moved / 10)
+    sums = sum(c.operand_bytes for c in half.collectives("backward") if c.kind == "reduce_scatter")
+    assert predict(half, "backward", [1.0], links).total == pytest.approx(1 + moved / 10 + 1.5 * sums / 10)
     assert predict(signature_of("ring", 4), "forward", [1.0] * 4, links).total == pytest.approx(4)
 
 

@@ -90,6 +90,34 @@ def test_local_masks_tile_the_global_one(scheme, world, grid):
                 np.testing.assert_array_equal(done[h], mask.dense_rows(0, mask.q_len, h * mask.heads // 6))
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "balanced"])  # stripes see more than half here
+def test_gathered_keys_hold_all_that_is_seen_and_are_as_many_on_every_rank(kind):
+    """Documents: what no row of a rank sees is left out in whole tiles, but for what makes ranks' shapes equal."""
+    mask = masks.causal_document(8192, 8192, [300, 700, 1500, 600, 2000, 92, 1000, 2000])
+    schedule = make("all_gather", problem_of(mask), 16, kind, granule=128)
+    rows, places = schedule.signature.gathered_rows, schedule.gathered_places
+    assert rows == schedule.signature.kv_rows and rows in (1024, 2048, 4096)
+    assert schedule.signature.sorts_gathered
+    most = 0
+    for r in range(16):
+        keys, seen = schedule.keys(0, r), mask.restrict(schedule.q_groups[r], np.arange(8192))
+        needed = np.flatnonzero(np.any([seen.dense_rows(n, n + 1)[0] for n in range(seen.q_len)], axis=0))
+        assert len(keys) == rows and (np.diff(keys) > 0).all() and not np.setdiff1d(needed, keys).size
+        np.testing.assert_array_equal(schedule.gathered_order(r), places[keys])
+        most = max(most, 128 * len(np.unique(needed // 128)))
+    assert most <= rows < 2 * most
+
+
+@pytest.mark.parametrize("mask,options", [
+    (masks.causal(96, 96), {}), (masks.full_document(96, 96, [6] * 16), {"skip": False}),
+    (variable_block(96, 96, 6, 16, 2, 0.4), {}),
+], ids=["all are seen", "one program for every mask", "dynamic"])
+def test_where_all_gathered_keys_are_handed_on(mask, options):
+    schedule = make("all_gather", problem_of(mask), 4, "contiguous", **options)
+    assert schedule.signature.kv_rows == 96 and not schedule.signature.sorts_gathered
+    assert schedule.keys(0, 3).tolist() == list(range(96))
+
+
 def test_mask_classes():
     schedule = make("ring", problem_of(masks.causal(12, 12)), 3, "contiguous", skip=False)
     found = {schedule.mask_class(t, r) for t in range(3) for r in range(3)}

@@ -1,9 +1,9 @@
 """Ring all-gather: every ring index gathers all keys and computes its rows in one local call; twin in jax_impl.
 
 The context parallelism of Llama 3 (Grattafiori et al., 2024, section 3.3.2). Keys are put in ascending order, so one
-kernel call takes the mask as it is and nothing is merged. Backward: keys are gathered again; dk, dv of all keys are
-summed over the ring by a float32 reduce-scatter, or travel in the problem's dtype by an all-to-all of pieces that are
-summed in float32 at home, each contribution rounded once.
+kernel call takes the mask as it is and nothing is merged; keys that no row of a rank sees are left out of its call.
+Backward: keys are gathered again; dk, dv of all keys are summed over the ring by a float32 reduce-scatter, or travel in
+the problem's dtype by an all-to-all of pieces that are summed in float32 at home, each contribution rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def _gradient_parts(local: Local, saved, dout, data: Data):
 
 
 def gather(local: Local, tensors, data: Data, name: str) -> Callable[[], Sequence[torch.Tensor]]:
-    """Starts gathering blocks of k, v; returns a function that waits: all keys in ascending order, without padding."""
+    """Starts gathering blocks of k, v; returns a function that waits: the keys its kernel is handed."""
     signature = local.signature
     coming = []
     if signature.topology.ring > 1:
@@ -76,7 +76,7 @@ def gather(local: Local, tensors, data: Data, name: str) -> Callable[[], Sequenc
 
 
 def scatter_sum(local: Local, tensors, data: Data) -> Callable[[], Sequence[torch.Tensor]]:
-    """Starts [batch, kv_total, ..] of every ring index to this one's block, summed over the ring."""
+    """Starts [batch, gathered_rows, ..] of every ring index to this one's block, summed over the ring."""
     signature = local.signature
     ring, block = signature.topology.ring, signature.kv_block
     tensors = [put_tokens(x, data.gathered_order, ring * block) for x in tensors]

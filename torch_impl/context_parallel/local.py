@@ -21,7 +21,7 @@ class Data:
     masks: per step the kernel's operands, or None where this rank sees no key of the step.
     q_positions, kv_positions: int64 [length], global positions of its tokens, -1 for padding.
     q_order, kv_order: int64 [exchanged length], ascending order of its exchanged sequence, or None where it is so.
-    gathered_order: int64 [kv_total], ascending order of the gathered keys, or None.
+    gathered_order: int64 [gathered_rows], which gathered keys it is handed, ascending, or None for all as they come.
     """
 
     masks: tuple[Any, ...]

@@ -73,7 +73,7 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -
         kv_positions=tensor(schedule.kv_sharding.table[rank]),
         q_order=tensor(schedule.q_order(ring_index)) if signature.sorts_q else None,
         kv_order=tensor(schedule.kv_order(ring_index)) if signature.sorts_kv else None,
-        gathered_order=tensor(schedule.gathered_order()) if signature.sorts_gathered else None,
+        gathered_order=tensor(schedule.gathered_order(ring_index)) if signature.sorts_gathered else None,
     )
     return Plan(Local(kernel, signature, mesh, head_groups), data)
 
