@@ -254,6 +254,9 @@ TOYS = (
     # B6: the scale is the caller's
     _toy("scale", _static("full"), [0, 2 * LN3], scale=0.5, q_len=3, kv_len=2,
          right=lambda: ([0.75] * 3, [np.log(4)] * 3)),
+    # B6's kind: a negative scale, under which a hidden key's -inf must not become inf
+    _toy("negative_scale", _static("causal"), [0, -2 * LN3], scale=-0.5, q_len=2, kv_len=2,
+         right=lambda: ([0, 0.75], [0, np.log(4)])),
     # I1: windows are inclusive; F1 in small: a row that sees itself alone gives its V
     _toy("window", _static("causal_sliding_window", 2), kv_len=4, q_len=4,
          right=lambda: ([0, 0.5, 1, 2], np.log([1, 2, 3, 3]))),
