@@ -21,6 +21,7 @@ from parity.budgets import cross_budget
 from parity.compare import errors, over_budget
 from parity.matrix import SHAPES
 
+HOLDS_LOGITS = ("naive", "sdpa")
 SHARED = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
 GROUP = 12  # cells that a job takes at once at most: those of one program, so that it is compiled once
@@ -145,12 +146,15 @@ def throughput(cell: Cell, workers: engine.Workers, patience: Callable[[], float
 def grouped(left: Iterable[Cell], programs: Mapping[tuple[str, str, str], Any]) -> list[tuple[Cell, ...]]:
     """The cells that a job takes at once: of a kernel, a shape and a program of JAX's, those to be timed in front.
 
+    Long ones of kernels that hold all logits stay with few jobs, each of which keeps the memory that it once took.
+
     Args:
       programs: by kernel, shape and mask.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in sorted(left, key=lambda c: not SHAPES[c.shape].timed):
-        groups.setdefault((*cell.place[:2], programs[cell.place]), []).append(cell)
+        large = SHAPES[cell.shape].timed and cell.kernel in HOLDS_LOGITS
+        groups.setdefault(HOLDS_LOGITS if large else (*cell.place[:2], programs[cell.place]), []).append(cell)
     return [part for group in groups.values() for part in itertools.batched(group, GROUP)]
 
 

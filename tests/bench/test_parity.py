@@ -113,6 +113,9 @@ def test_cells_of_one_program_stay_together_and_what_is_timed_comes_first():
         {("long", "causal")}, {("long", "causal_document")}, {("ragged", "full"), ("ragged", "causal_document")},
         {("ragged", "causal")}]
     assert sorted(c.key for group in groups for c in group) == sorted(c.key for c in cells)
+    large = parity_kernels.cells(["naive", "sdpa", "fa1"], ["causal", "causal_document"], ["long"], PASSES, 0)
+    groups = parity_kernels.grouped(large, {cell.place: cell.spec.mask for cell in large})
+    assert [{cell.kernel for cell in group} for group in groups] == [{"naive", "sdpa"}, {"fa1"}, {"fa1"}]
 
 
 def test_masks_of_one_signature_have_one_program():
