@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.context_parallel import head_groups
 from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_operands, check_tokens
+from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -40,6 +40,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
 def attend(q, k, v, plan: Plan):
     """`attention` under a plan."""
+    check_kind("plan", plan, Plan)
     _check(q, k, v, plan.program)
     out, lse = _attend(plan.program, q, k, v, plan.data)
     return (out, jax.lax.stop_gradient(lse)) if plan.program.signature.with_lse else out
@@ -105,6 +106,7 @@ def _unsharding(total: int, mesh: Mesh):
 
 
 def _positions(plan: Plan, side: str):
+    check_kind("plan", plan, Plan)
     if side not in ("q", "kv"):
         raise ValueError(f"side: {side!r} is neither q nor kv")
     return plan.data.q_positions if side == "q" else plan.data.kv_positions

@@ -8,7 +8,7 @@ from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
-from workload.problem import AttentionProblem, check_operands, check_tokens
+from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
 
 
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
@@ -35,6 +35,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
 
 def attend(q, k, v, plan: Plan):
     """`attention` under a plan; all ranks of its mesh call it."""
+    check_kind("plan", plan, Plan)
     _check(q, k, v, plan)
     out, lse = _Attend.apply(plan, q, k, v)
     return (out, lse) if plan.local.signature.with_lse else out
@@ -68,6 +69,7 @@ def positions(plan: Plan, side: str = "q") -> torch.Tensor:
 
     What rotary embeddings are to be computed from: a rank's tokens do not start at 0.
     """
+    check_kind("plan", plan, Plan)
     if side not in ("q", "kv"):
         raise ValueError(f"side: {side!r} is neither q nor kv")
     return plan.data.q_positions if side == "q" else plan.data.kv_positions
