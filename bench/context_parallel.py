@@ -34,8 +34,8 @@ from bench.workers import ENVIRONMENT, MEMORY_WORDS
 from workload import ranks
 from workload.capability import DYNAMIC_MASKS
 from workload.ranks import RankFailure, end_all
+from workload.schedule import SHARDINGS
 from workload.scratch import scratch
-from workload.sharding import KINDS
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
@@ -110,7 +110,7 @@ def request_of(values: flags.FlagValues) -> dict[str, Any]:
     check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
     traced = [text.split(":") for text in values.trace]
     for parts in traced:
-        if len(parts) not in (2, 3) or any(x not in y for x, y in zip(parts, (SCHEMES, ALL_BUILDERS, KINDS))):
+        if len(parts) not in (2, 3) or any(x not in y for x, y in zip(parts, (SCHEMES, ALL_BUILDERS, SHARDINGS))):
             raise ValueError(f"--trace: {':'.join(parts)!r} is no scheme:mask or scheme:mask:sharding")
     if values.checked and not Path(values.checked).exists():
         raise ValueError(f"--checked: there is no file {values.checked}")

@@ -10,8 +10,7 @@ from bench.cases import STACKS, ProblemSpec
 from bench.options import choose, define_list
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
-from workload.schedule import Schedule, make_schedule
-from workload.sharding import KINDS, shardings
+from workload.schedule import SHARDINGS, Schedule, schedule_under
 from workload.signature import Signature
 from workload.topology import SCHEMES, Topology, make_topology
 
@@ -28,7 +27,7 @@ class Case:
       stack, scheme: of `STACKS`, `SCHEMES`.
       spec: the global problem.
       world: ranks.
-      sharding: of `KINDS`.
+      sharding: of `SHARDINGS`.
       ulysses, window: of the topology, 0 for the scheme's default.
       ranks_per_node: of the topology.
       kernel: the local kernel, "" for the stack's default.
@@ -53,7 +52,7 @@ class Case:
     granule: int = 0
 
     def __post_init__(self):
-        for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", KINDS)):
+        for name, allowed in (("stack", STACKS), ("scheme", SCHEMES), ("sharding", SHARDINGS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
         for name in ("world", "head_groups"):
@@ -87,8 +86,8 @@ class Case:
         """What the ranks execute; with_lse: lse travels back to its tokens as out does."""
         problem, topology = problem or self.spec.problem(), self.topology
         granule = self.granule or getattr(problem.mask, "block", None) or 1
-        held = shardings(self.sharding, problem.mask, topology, granule=granule)
-        return make_schedule(self.scheme, problem, topology, *held, travel=self.travel, with_lse=with_lse)
+        return schedule_under(self.scheme, problem, topology, self.sharding, granule=granule, travel=self.travel,
+                              with_lse=with_lse)
 
     def record(self) -> dict[str, Any]:
         """The case as it stands in a row."""
@@ -100,7 +99,8 @@ def define(worlds: Sequence[str]) -> None:
     """Defines the flags of schemes, shared by the binaries that have them."""
     define_list("schemes", ["all"], f"Schemes: all, or some of {', '.join(SCHEMES)}.")
     define_list("worlds", list(worlds), "Numbers of ranks.")
-    define_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(KINDS)}.")
+    define_list("sharding", ["zigzag"], f"Shardings: all, or some of {', '.join(SHARDINGS)}: best is the one of "
+                "zigzag, striped and balanced whose steps are most even.")
     flags.DEFINE_integer("granule", 0, "Tokens that a sharding keeps together; 0: a dynamic mask's block, else 1.",
                          lower_bound=0)
     flags.DEFINE_integer("ulysses", 0, "Head exchange degree of usp and loongtrain; 0 for the default.", lower_bound=0)
@@ -116,7 +116,7 @@ def cases_of(values: flags.FlagValues, stack: str, spec: ProblemSpec, world: int
         ulysses = values.ulysses if scheme in ("usp", "loongtrain") else 0
         window = values.window if scheme == "loongtrain" else 0
         found += [Case(stack, scheme, spec, world, kind, ulysses, window, values.ranks_per_node, values.kernel,
-                       granule=values.granule) for kind in choose("sharding", values.sharding, KINDS)]
+                       granule=values.granule) for kind in choose("sharding", values.sharding, SHARDINGS)]
     return found
 
 
@@ -174,7 +174,7 @@ def plan_of_schedule(schedule: Schedule) -> dict[str, Any]:
     """
     signature = schedule.signature
     return {
-        "steps": len(signature.steps),
+        "sharding": schedule.q_sharding.kind, "steps": len(signature.steps),
         "operand_bytes": {which: operand_bytes(signature, which) for which in ("forward", "backward")},
         "wire_bytes": {which: signature.wire_bytes(which) for which in ("forward", "backward")},
         "total_balance": schedule.total_balance, "step_balance": schedule.step_balance,

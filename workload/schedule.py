@@ -6,7 +6,6 @@ positions, local masks, areas. Nothing here touches an accelerator, and a schedu
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,12 +15,13 @@ from workload.block_masks import BlockMask
 from workload.errors import Unsupported
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
-from workload.sharding import Sharding, shardings
+from workload.sharding import KINDS, Sharding, shardings
 from workload.signature import Signature, Step
 from workload.topology import Hop, Topology, head_layout
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-KEY_TILE = 128  # gathered keys are left out in whole tiles, so that a kernel's tiles stay what they are
+SHARDINGS = (*KINDS, "best")
+KEY_TILE = 128  # of kernels: what is left out of gathered keys, and what "best" keeps together, are whole tiles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,26 +276,31 @@ def make_schedule(
     return made
 
 
-def best_schedule(
-    scheme: str, problem: AttentionProblem, topology: Topology, *, by: str = "step_balance",
-    candidates: Sequence[tuple[str, int]] = (("zigzag", 1), ("striped", 128), ("balanced", 128)),
-    **options,
+def schedule_under(
+    scheme: str, problem: AttentionProblem, topology: Topology, sharding: str | tuple[Sharding, Sharding], *,
+    granule: int = 1, **options,
 ) -> Schedule:
-    """The schedule of the sharding that balances a mask best.
+    """The schedule of a scheme under a kind of sharding.
 
     Args:
-      by: "step_balance" for a ring, where every step ends in a barrier; "total_balance" where ranks meet once.
-      candidates: (kind, granule) pairs, tried in this order; the first of equals is taken. Single tokens balance best
-        of all and cut documents into pieces far below a kernel's tile; a granule of a tile does not.
+      sharding: one of `SHARDINGS`, or (query, key) shardings. "balanced" evens what ranks have to do in total; "best"
+        is that of zigzag, stripes and balanced chunks whose steps are most even (`step_balance`), the first of equals:
+        a ring's ranks end each step together. Its stripes and chunks are whole tiles of a kernel: single tokens
+        balance best of all, and cut documents into pieces far below one.
+      granule: see `make_sharding`.
       options: of `make_schedule`.
     """
-    if by not in ("step_balance", "total_balance"):
-        raise ValueError(f"by: {by!r} is neither step_balance nor total_balance")
-    tried = (
-        make_schedule(scheme, problem, topology, *shardings(kind, problem.mask, topology, granule=granule), **options)
-        for kind, granule in candidates
-    )
-    return max(tried, key=lambda s: round(getattr(s, by), 3))
+    if isinstance(sharding, tuple):
+        return make_schedule(scheme, problem, topology, *sharding, **options)
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding: {sharding!r} is none of {', '.join(SHARDINGS)}")
+    if sharding != "best":
+        held = shardings(sharding, problem.mask, topology, granule=granule)
+        return make_schedule(scheme, problem, topology, *held, **options)
+    whole = math.lcm(granule, KEY_TILE)
+    tried = [schedule_under(scheme, problem, topology, kind, granule=size, **options)
+             for kind, size in (("zigzag", granule), ("striped", whole), ("balanced", whole))]
+    return max(tried, key=lambda s: round(s.step_balance, 3))
 
 
 def _key_tile(total: int) -> int:

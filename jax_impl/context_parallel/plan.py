@@ -14,9 +14,9 @@ from jax_impl.context_parallel.local import Data, Local
 from jax_impl.kernels import stack
 from workload.block_masks import BlockMask
 from workload.errors import Unsupported
-from workload.problem import AttentionProblem
-from workload.schedule import Schedule, make_schedule
-from workload.sharding import Sharding, shardings
+from workload.problem import AttentionProblem, check_kind
+from workload.schedule import Schedule, schedule_under
+from workload.sharding import Sharding
 from workload.signature import Signature
 from workload.topology import Topology, make_topology
 
@@ -89,7 +89,7 @@ def make_plan(
       scheme: one of `workload.topology.SCHEMES`.
       mesh: with axes "ring" and "ulysses", whose sizes are the degrees; the one named first is the slower in rank
         order. Other axes may split the batch.
-      sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
+      sharding: one of `workload.schedule.SHARDINGS`, or (query, key) shardings; see `schedule_under`.
       window: loongtrain's inner ring.
       granule: see `make_sharding`.
       kernel: of `jax_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), flashinfer (dynamic).
@@ -102,10 +102,10 @@ def make_plan(
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
     batch_groups(mesh, batch_axes)
+    check_kind("problem", problem, AttentionProblem)
     topology = _topology(scheme, mesh, window, ranks_per_node)
-    if not isinstance(sharding, tuple):
-        sharding = shardings(sharding, problem.mask, topology, granule=granule)
-    schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
+    schedule = schedule_under(scheme, problem, topology, sharding, granule=granule, skip=skip, travel=travel,
+                              with_lse=with_lse)
     kernel = kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
     return plan_of(schedule, mesh, kernel, head_groups, batch_axes=batch_axes, skip=skip, on_host=on_host)
 
@@ -113,6 +113,7 @@ def make_plan(
 def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *, batch_axes=None, skip: bool = True,
             on_host: bool = False) -> Plan:
     """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
+    check_kind("schedule", schedule, Schedule)
     schedule.check_head_groups(head_groups)
     signature = schedule.signature
     if signature.scheme == "usp" and signature.topology.ulysses == 1:  # without an exchange it is the ring, one program

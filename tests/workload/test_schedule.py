@@ -13,7 +13,7 @@ from workload.areas import area_matrix, keys_needed
 from workload.block_masks import uniform_block, variable_block
 from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
-from workload.schedule import EMPTY, FULL, PARTIAL, best_schedule, make_schedule
+from workload.schedule import EMPTY, FULL, PARTIAL, make_schedule, schedule_under
 from workload.sharding import KINDS, make_sharding, shardings
 from workload.topology import SCHEMES, head_layout, make_topology
 
@@ -269,14 +269,17 @@ def test_the_best_sharding_depends_on_what_is_to_be_balanced():
     """A pack of documents: stripes balance the steps of a ring, chunks the totals; zigzag neither."""
     mask = masks.causal_document(16384, 16384, [9000, 184, 700, 3000, 500, 3000])
     problem, topology = problem_of(mask), make_topology("ring", 8)
-    steps, totals = (best_schedule("ring", problem, topology, by=by) for by in ("step_balance", "total_balance"))
+    steps, totals = (schedule_under("ring", problem, topology, kind, granule=g)
+                     for kind, g in (("best", 1), ("balanced", 128)))
     zigzag = make("ring", problem, 8, "zigzag")
     assert (steps.q_sharding.kind, totals.q_sharding.kind) == ("striped", "balanced")
     assert steps.step_balance > 0.9 > zigzag.step_balance and totals.total_balance > 0.98 > zigzag.total_balance
-    causal = best_schedule("ring", problem_of(masks.causal(4096, 4096)), topology)
+    causal = schedule_under("ring", problem_of(masks.causal(4096, 4096)), topology, "best")
     assert causal.q_sharding.kind == "zigzag"
-    with pytest.raises(ValueError, match="by"):
-        best_schedule("ring", problem, topology, by="luck")
+    gathered = schedule_under("all_gather", problem, make_topology("all_gather", 8), "best")
+    assert gathered.q_sharding.kind == "balanced"  # one step: the total
+    with pytest.raises(ValueError, match="sharding: 'luck' is none of contiguous, .*best"):
+        schedule_under("ring", problem, topology, "luck")
 
 
 def test_padding_heads_lower_the_bound():

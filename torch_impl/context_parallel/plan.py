@@ -10,9 +10,9 @@ from torch_impl.context_parallel.local import Data, Local
 from torch_impl.context_parallel.mesh import Mesh
 from workload.block_masks import BlockMask
 from workload.errors import Unsupported
-from workload.problem import AttentionProblem
-from workload.schedule import EMPTY, Schedule, make_schedule
-from workload.sharding import Sharding, shardings
+from workload.problem import AttentionProblem, check_kind
+from workload.schedule import EMPTY, Schedule, schedule_under
+from workload.sharding import Sharding
 from workload.topology import Topology, make_topology
 
 
@@ -35,7 +35,7 @@ def make_plan(
       problem: the global problem; its batch is that of one context-parallel group.
       scheme: one of `workload.topology.SCHEMES`.
       mesh: of `make_mesh`.
-      sharding: a kind of `workload.sharding.KINDS`, or (query, key) shardings.
+      sharding: one of `workload.schedule.SHARDINGS`, or (query, key) shardings; see `schedule_under`.
       window: loongtrain's inner ring; the mesh's by default.
       granule: see `make_sharding`.
       kernel: of `torch_impl.kernels.NAMES`; by default naive on CPU; on GPU flashmask (static), triton_vsa (uniform
@@ -47,17 +47,18 @@ def make_plan(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: {type(mesh).__name__} is no Mesh of make_mesh")
+    check_kind("problem", problem, AttentionProblem)
     topology = _topology(scheme, mesh, window)
     if topology.window != mesh.topology.window:
         mesh = mesh.windowed(topology.window)
-    if not isinstance(sharding, tuple):
-        sharding = shardings(sharding, problem.mask, topology, granule=granule)
-    schedule = make_schedule(scheme, problem, topology, *sharding, skip=skip, travel=travel, with_lse=with_lse)
+    schedule = schedule_under(scheme, problem, topology, sharding, granule=granule, skip=skip, travel=travel,
+                              with_lse=with_lse)
     return plan_of(schedule, mesh, kernel or default_kernel(problem.mask, mesh.device.type), head_groups)
 
 
 def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -> Plan:
     """The plan of the mesh's rank that executes a schedule with a local kernel."""
+    check_kind("schedule", schedule, Schedule)
     signature, rank = schedule.signature, mesh.rank
     schedule.check_head_groups(head_groups)
     ring_index = schedule.topology.place(rank)[0]

@@ -42,3 +42,10 @@ def test_plans_alike_are_equal_in_shape_and_hold_what_they_held(plan):
         assert before.program == after.program
         for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             assert np.array_equal(x, y[..., : x.shape[-1]]) and not y[..., x.shape[-1] :].any()
+
+
+def test_a_plan_may_ask_for_the_best_sharding():
+    problem = AttentionProblem(mask_suite("causal_document", 256, documents=(100, 156)), 1, 2, 2, 8)
+    mesh = cp.make_mesh(make_topology("ring", 1))
+    found = cp.make_plan(problem, scheme="ring", mesh=mesh, sharding="best", on_host=True)
+    assert found.data.q_positions.tolist() == list(range(256))

@@ -287,6 +287,12 @@ def test_operands_that_do_not_fit_the_plan(change, message):
     (lambda x, plan: context_parallel.make_plan(
         AttentionProblem(masks.full(4, 4)), scheme="ring", mesh=plan.local.mesh, sharding=None), "sharding: None"),
     (lambda x, plan: context_parallel.make_plan(plan, scheme="ring", mesh=None), "mesh: NoneType"),
+    (lambda x, plan: context_parallel.make_plan(None, scheme="ring", mesh=plan.local.mesh), "problem: .*NoneType"),
+    (lambda x, plan: context_parallel.plan_of(plan, plan.local.mesh, "naive"), "schedule: .*Plan is no .*Schedule"),
+    (lambda x, plan: context_parallel.attend(x, x, x, None), "plan: builtins.NoneType is no .*Plan"),
+    (lambda x, plan: context_parallel.shard(x, None), "plan: builtins.NoneType is no .*Plan"),
+    (lambda x, plan: context_parallel.unshard(x, None), "plan: builtins.NoneType is no .*Plan"),
+    (lambda x, plan: context_parallel.token_mean(x, plan.data), "plan: .*Data is no .*Plan"),
 ])
 def test_bad_arguments_beside_the_operands_are_named(call, message):
     problem = AttentionProblem(masks.full(4, 4), 1, 4, 4, 2, "float32")
@@ -437,3 +443,10 @@ def test_words_keep_every_bit(dtype, dim, whole):
     moved = local.words(x).permute(2, 0, 1, 3).contiguous().view(dtype)
     assert (local.words(x).dtype == torch.complex128) == whole
     assert torch.equal(moved.view(torch.uint8), x.permute(2, 0, 1, 3).contiguous().view(torch.uint8))
+
+
+def test_a_plan_takes_the_sharding_whose_steps_are_most_even():
+    problem = AttentionProblem(masks.causal_document(2048, 2048, [1300, 148, 600]), 1, 2, 2, 8)
+    found, striped = (on_ranks("ring", 4, {}, problem, context_parallel.positions, kind, granule=size)
+                      for kind, size in (("best", 1), ("striped", 128)))
+    assert [x.tolist() for x in found] == [x.tolist() for x in striped]
