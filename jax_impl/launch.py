@@ -31,17 +31,18 @@ _exchanges = itertools.count()
 
 
 @contextlib.contextmanager
-def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
+def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
     """The job's devices as this process's `jax.devices()`, for the time of a `with` block.
 
     Call it before anything touches a device.
 
     Args:
-      place: from `detect`.
+      place: from `detect`; ValueError where that found none.
       backend: "gpu" (the local_rank-th GPU of the host) or "cpu" (one device a process, gloo collectives, for which a
         host's own name must resolve to an address that the other hosts reach); by default "gpu" where JAX can see one.
       timeout_s: longest wait for the others at the start, and after which a silent process counts as lost.
     """
+    place = processes.require(place)
     backend = backend or ("gpu" if _sees_gpu() else "cpu")
     if backend == "cpu":
         jax.config.update("jax_platforms", "cpu")

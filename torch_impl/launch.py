@@ -25,15 +25,16 @@ HOSTED = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's word, and spawn's, for: th
 
 
 @contextlib.contextmanager
-def join(place: Place, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
+def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
     """The process group of the job, for the time of a `with` block; NCCL where a GPU is seen, else gloo.
 
     Args:
-      place: from `detect`.
+      place: from `detect`; ValueError where that found none.
       backend: "nccl" or "gloo".
       timeout_s: longest wait for a peer, at the start and in a collective; torch.distributed ends a
         process that waited longer.
     """
+    place = processes.require(place)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = None
     if backend == "nccl":

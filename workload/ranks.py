@@ -86,6 +86,18 @@ def detect(environ: Mapping[str, str] | None = None) -> Place | None:
     return next((place for place in found if place is not None), None)
 
 
+def require(place: Place | None) -> Place:
+    """The place; ValueError where there is none, as in a process that nobody started as a rank.
+
+    >>> require(None)
+    Traceback (most recent call last):
+    ValueError: place: None, no launcher (torchrun, srun, mpirun, ours) started this process as a rank
+    """
+    if place is None:
+        raise ValueError("place: None, no launcher (torchrun, srun, mpirun, ours) started this process as a rank")
+    return place
+
+
 def _torchrun(env) -> Place | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jax_impl.launch import RankFailure, main, spawn
+from jax_impl.launch import RankFailure, join, main, spawn
 from tests.two_hosts import run_on_both, two_hosts
 
 WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
@@ -70,3 +70,8 @@ def test_ranks_exchange_texts_and_keep_several_collectives_in_flight():
         *told, flags = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
         assert told == [str([f"{n} of 0", f"{n} of 1"]) for n in range(3)]
         assert "collective_overlap_limit=4" in flags and flags.split()[-1] == environ["XLA_FLAGS"]
+
+
+def test_a_process_that_is_no_rank_is_told_so():
+    with pytest.raises(ValueError, match="place: None, no launcher"), join(None):
+        pass

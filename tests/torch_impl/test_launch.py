@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.two_hosts import run_on_both, two_hosts
-from torch_impl.launch import RankFailure, spawn
+from torch_impl.launch import RankFailure, join, spawn
 
 WORKER = [sys.executable, "-m", "tests.torch_impl.gloo_worker"]
 
@@ -46,3 +46,8 @@ def test_two_hosts_make_one_ring(tmp_path):
     command = [sys.executable, "-m", "torch_impl.launch", "--ranks=1", "--hosts=2", "HOST", "--deadline=60", "--"]
     with two_hosts(tmp_path) as hosts:
         assert run_on_both(hosts, [*command, *WORKER, "well", "3"], 90) == ["0 of 2: 1\n", "1 of 2: 0\n"]
+
+
+def test_a_process_that_is_no_rank_is_told_so():
+    with pytest.raises(ValueError, match="place: None, no launcher"), join(None):
+        pass
