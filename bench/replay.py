@@ -45,7 +45,7 @@ from workload.suite import ALL_BUILDERS
 TASKS = "bench.replay_task"
 LOCK = Path(tempfile.gettempdir()) / f"attention-replay-{os.getuid()}.lock"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
-TILE, MEMORY_BANDWIDTH = 128, 3.5e12  # of the estimate
+TILE = 128  # of the estimate
 CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
@@ -345,14 +345,15 @@ class Estimate(Replay):
 
     def _measure(self, groups: Sequence[Sequence[Member]]) -> Iterator[Member]:
         for case, schedule in itertools.chain(*groups):
-            self._found[case.key] = estimate(schedule, self.settings.ranks, self.settings.rate)
+            self._found[case.key] = estimate(schedule, self.settings.ranks, self.settings.rate,
+                                             self.settings.links.memory_bandwidth)
             yield case, schedule
 
     def _environment(self, case: cp.Case) -> dict[str, Any]:
-        return environment.machine() | {"rate": self.settings.rate, "memory_bandwidth": MEMORY_BANDWIDTH}
+        return environment.machine() | {"rate": self.settings.rate}
 
 
-def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
+def estimate(schedule: Schedule, ranks: int, rate: float, memory_bandwidth: float) -> dict[str, Any]:
     """What `replay_task` measures, from counts: visited tiles at a rate, a partial one 1.5 times as dear as a full one.
 
     A later step of a walk reads the float32 out that it adds to, besides writing it; gradients are added where they are
@@ -361,7 +362,7 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     signature = schedule.signature
     rows = signature.batch * signature.q_rows * signature.heads.q_local * signature.head_dim
-    add = 4 * rows / MEMORY_BANDWIDTH
+    add = 4 * rows / memory_bandwidth
     for work in works_of(0, schedule, ranks):
         problem = work.problem
         cells = problem.cells
@@ -374,7 +375,7 @@ def estimate(schedule: Schedule, ranks: int, rate: float) -> dict[str, Any]:
             "forward": 4 * cells * problem.head_dim / rate + add * (work.place != FIRST),
             "backward": 10 * cells * problem.head_dim / rate,
         })
-    once = [x * rows / MEMORY_BANDWIDTH * (len(signature.steps) > 1) for x in (6, 16)]
+    once = [x * rows / memory_bandwidth * (len(signature.steps) > 1) for x in (6, 16)]
     timer = "estimated from visited tiles, not measured"
     return {"kernel": "tiles", "timer": timer, "runs": runs, "once": once, "spot_errors": {}}
 
