@@ -70,6 +70,7 @@ class Plan:
 
 def make_mesh(topology: Topology, devices=None) -> Mesh:
     """The mesh of a topology over its first `world` devices, in rank order."""
+    check_kind("topology", topology, Topology)
     devices = jax.devices() if devices is None else devices
     if len(devices) < topology.world:
         raise ValueError(f"devices: {len(devices)} for world {topology.world}")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torch_impl.context_parallel.communicator import Communicator, GroupCommunicator, Pending, Watch
+from workload.problem import check_kind
 from workload.topology import Hop, Topology
 
 
@@ -138,6 +139,7 @@ def make_mesh(topology: Topology, ranks: Ranks, rank: int) -> Mesh | None:
     All ranks of the job call it, with equal topologies, in one order: groups are made by all. ValueError where the job
     has fewer ranks.
     """
+    check_kind("topology", topology, Topology)
     if ranks.world < topology.world:
         raise ValueError(f"ranks: {ranks.world} for world {topology.world}")
 

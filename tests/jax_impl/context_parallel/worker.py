@@ -358,6 +358,7 @@ def check_api():
         ("x: 5 tokens", lambda: cp.unshard(q[:, :5], plan)),
         ("x: shape", lambda: cp.shard(q[0, :, 0, 0], plan)),
         ("x: builtins.list", lambda: cp.shard([1.0], plan)),
+        ("topology: builtins.NoneType is no", lambda: cp.make_mesh(None)),
         ("problem: builtins.NoneType is no", lambda: cp.make_plan(None, scheme="usp", mesh=mesh)),
         ("schedule: jax_impl.context_parallel.plan.Plan is no", lambda: cp.plan_of(plan, mesh, "naive")),
         ("plan: builtins.NoneType is no", lambda: cp.attend(q, k, v, None)),

@@ -303,6 +303,8 @@ def test_bad_arguments_beside_the_operands_are_named(call, message):
 def test_a_mesh_of_more_ranks_than_the_job_has():
     with pytest.raises(ValueError, match="ranks: 2 for world 4"):
         context_parallel.make_mesh(make_topology("ring", 4), ThreadRanks(2), 0)
+    with pytest.raises(TypeError, match="topology: builtins.NoneType is no .*Topology"):
+        context_parallel.make_mesh(None, ThreadRanks(2), 0)
 
 
 def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
