@@ -115,9 +115,9 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
 
     chosen = from_record(case)
     world, spec = min(chosen.world, 8), chosen.spec
-    few = {"q_heads": min(8, spec.q_heads), "kv_heads": min(2, spec.kv_heads), "batch": 1}
-    small = dataclasses.replace(
-        chosen, world=world, ulysses=0, window=0, spec=dataclasses.replace(spec.at_length(tokens * world), **few))
+    spec = dataclasses.replace(
+        spec.at_length(tokens * world), q_heads=min(8, spec.q_heads), kv_heads=min(2, spec.kv_heads), batch=1)
+    small = dataclasses.replace(chosen, world=world, ulysses=0, window=0, spec=spec)
     schedule = small.schedule()
     problem = schedule.problem
     arrays = make_inputs(problem, small.spec.inputs())
