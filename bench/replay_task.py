@@ -115,8 +115,9 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
 
     chosen = from_record(case)
     world, spec = min(chosen.world, 8), chosen.spec
+    kv_heads, group = min(2, spec.kv_heads), min(4, spec.q_heads // spec.kv_heads)
     spec = dataclasses.replace(
-        spec.at_length(tokens * world), q_heads=min(8, spec.q_heads), kv_heads=min(2, spec.kv_heads), batch=1)
+        spec.at_length(tokens * world), q_heads=kv_heads * group, kv_heads=kv_heads, batch=1)
     small = dataclasses.replace(chosen, world=world, ulysses=0, window=0, spec=spec)
     schedule = small.schedule()
     problem = schedule.problem
