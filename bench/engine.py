@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-import json
 import math
 import threading
 import time
@@ -22,15 +21,15 @@ from rich.console import Console
 
 from bench import environment, records
 from bench.cases import STACKS, Case
+from bench.rates import GPU_BACKENDS, flag, with_rates
 from bench.shares import Shares, ordered
 from bench.shorter import Shorter
-from bench.timing import Protocol, above_ceiling, above_dense, unusual_ratio
+from bench.timing import Protocol
 from bench.turns import Turns
 from bench.workers import Failure, Worker
 from workload.scratch import scratch
 
 TASKS = "bench.attention_task"
-GPU_BACKENDS = ("gpu", "cuda")
 WHOLE_CELLS = 1 << 24  # logits of a head, 4K tokens, above which some rows and keys are judged: a bench has many rows
 KEEPS_MEMORY = ("jax",)  # its allocator takes memory of the device for good
 RENEWED_BYTES = 6 << 30
@@ -341,44 +340,6 @@ class _Ended(Exception):
     def __init__(self, fields: dict[str, Any]):
         super().__init__(fields["reason"])
         self.fields = fields
-
-
-def with_rates(row: dict[str, Any], peak: float) -> dict[str, Any]:
-    """The row with rate and bandwidth; a rate above the ceiling makes it an error."""
-    median = row["seconds"]["median"]
-    if median <= 0:
-        return row | {"status": "error", "reason": f"measured {median:g} s: shorter than the timer can tell"}
-    rate = row["flops"] / median
-    row = row | {"rate": rate, "bandwidth": row["bytes"] / median, "peak_flops": peak}
-    impossible = above_ceiling(rate, peak)
-    return row | {"status": "error", "reason": impossible} if impossible else row
-
-
-def dense_key(case: dict[str, Any]) -> tuple:
-    """What a masked row and the full-mask row it is held against have in common."""
-    return tuple(case[name] for name in (
-        "stack", "kernel", "pass", "seq_len", "q_len", "batch", "q_heads", "kv_heads", "head_dim", "dtype"))
-
-
-def flag(row: dict[str, Any], seen: dict[tuple, float]) -> dict[str, Any]:
-    """The row, flagged where its figures do not fit those of rows before it, which it adds itself to (`seen`).
-
-    A rate above 1.1 x that of the same kernel under the full mask (its fastest sample against the median here: noise
-    flags nothing); on a GPU, a backward pass that takes less than 1.5 or more than 5 times its forward.
-    """
-    if row["status"] != "ok" or "rate" not in row:
-        return row
-    case, key, complaints = row["case"], dense_key(row["case"]), []
-    problem = tuple(json.dumps(v) for k, v in sorted(case.items()) if k != "pass")
-    if case["mask"] == "full":
-        seen[key] = row["flops"] / row["seconds"]["min"]
-    elif key in seen:
-        complaints.append(above_dense(row["rate"], seen[key]))
-    if case["pass"] == "forward":
-        seen[problem] = row["seconds"]["median"]
-    elif problem in seen and row["environment"].get("backend") in GPU_BACKENDS:
-        complaints.append(unusual_ratio(row["seconds"]["median"], seen[problem]))
-    return row | {"flags": [*row["flags"], *filter(None, complaints)]}
 
 
 class Session(contextlib.ExitStack):

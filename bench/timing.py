@@ -2,8 +2,8 @@
 
 What a sample is depends on the machine and is the stack adapter's business (`bench/jax_stack.py`,
 `bench/torch_stack.py`): seconds of device time on a GPU, with the L2 cache flushed before the timed region and the
-flush outside it; seconds of wall time on a CPU. The loop, the statistics and the two plausibility checks stand here
-once, so both stacks are measured alike.
+flush outside it; seconds of wall time on a CPU. The loop and the statistics stand here once, so both stacks are
+measured alike.
 """
 
 import dataclasses
@@ -12,11 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-CEILING_SLACK = 1.1  # a card's matrix rate drifts by this much between minutes, so the measured peak does too
 MOST_AHEAD = 16
 FEELS_THE_HOST = 0.1  # seconds; a longer run does not, for a launch is late by a millisecond or two at most
-USUAL_RATIO = (1.5, 5.0)  # of a backward pass' time to its forward's: 2.5 times the FLOPs
-SPARSE_SLACK = 1.1  # a masked rate further above the same kernel's dense rate is counted wrongly, or means a fault
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,24 +150,3 @@ class EventSampler:
             seconds, waited = self._take(n, self._ahead)
         self.waited += waited and seconds < FEELS_THE_HOST
         return seconds
-
-
-def above_ceiling(rate: float, peak: float) -> str | None:
-    """Why a rate in FLOP/s cannot be true: above the matrix peak measured on this machine; None where it can."""
-    if rate > CEILING_SLACK * peak:
-        return f"rate {rate / 1e12:.4g} TFLOP/s is above the measured matrix peak of {peak / 1e12:.4g} TFLOP/s"
-    return None
-
-
-def above_dense(rate: float, dense_rate: float) -> str | None:
-    """A flag for a masked rate above 1.1 x the same kernel's rate under the full mask; None where all is well."""
-    if rate > SPARSE_SLACK * dense_rate:
-        return f"{rate / dense_rate:.2f} x the same kernel's rate under the full mask"
-    return None
-
-
-def unusual_ratio(backward: float, forward: float) -> str | None:
-    """A flag for a backward pass whose time does not fit its forward's: a default configuration, or a fault."""
-    low, high = USUAL_RATIO
-    ratio = backward / forward
-    return None if low <= ratio <= high else f"backward takes {ratio:.3g} x the forward's time"

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from bench import compare, engine
+from bench import compare, engine, rates
 from bench.cases import Case, ProblemSpec
 from bench.report import aggregate, choice, page, pictures, tables
 from bench.report.write import write_report
@@ -28,7 +28,7 @@ def attention(stack, kernel, mask, seq_len, milliseconds=None, status="ok", reas
     if milliseconds:
         row |= {"seconds": Timing((milliseconds / 1e3,) * 3).record(), "warm_seconds": None, "errors": {"out": 1e-3},
                 "budget": {"out": 4e-3}, "compile_seconds": 1.0, "prepare_seconds": 0.1, "peak_bytes": 1 << 20}
-        row = engine.with_rates(row, PEAK)
+        row = rates.with_rates(row, PEAK)
     return row | more
 
 

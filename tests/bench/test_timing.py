@@ -5,16 +5,9 @@ import types
 import pytest
 import torch
 
-from bench import attention_task, engine, timing
-from bench.timing import (
-    EventSampler,
-    Protocol,
-    Timing,
-    above_ceiling,
-    above_dense,
-    measure,
-    wall_sampler,
-)
+from bench import attention_task, rates, timing
+from bench.rates import above_ceiling, above_dense
+from bench.timing import EventSampler, Protocol, Timing, measure, wall_sampler
 from workload.masks import causal
 from workload.problem import AttentionProblem
 
@@ -28,15 +21,15 @@ def test_the_least_is_the_least():
 def test_a_rate_above_the_peak_is_rejected():
     """M3: 2,598 TFLOP/s above the roofline."""
     row = {"flops": 2.598e12, "bytes": 1, "seconds": Timing((1e-3,)).record(), "status": "ok", "reason": ""}
-    rejected = engine.with_rates(row, 790e12)
+    rejected = rates.with_rates(row, 790e12)
     assert rejected["status"] == "error" and "2598 TFLOP/s is above" in rejected["reason"]
-    assert engine.with_rates(row, 2.6e15)["status"] == "ok"
+    assert rates.with_rates(row, 2.6e15)["status"] == "ok"
     assert above_ceiling(791e12, 790e12) is None
 
 
 def test_a_time_the_timer_cannot_tell_is_no_rate():
     row = {"flops": 1, "bytes": 1, "seconds": Timing((-1e-9,)).record(), "status": "ok", "reason": ""}
-    assert engine.with_rates(row, 1e15)["status"] == "error"
+    assert rates.with_rates(row, 1e15)["status"] == "error"
 
 
 def attention_row(mask, seconds, flops, which="forward", backend="cuda"):
@@ -44,26 +37,26 @@ def attention_row(mask, seconds, flops, which="forward", backend="cuda"):
                           "dtype"), 1) | {"mask": mask, "pass": which}
     row = {"case": case, "environment": {"backend": backend}, "status": "ok", "reason": "", "flags": [],
            "flops": flops, "bytes": 1, "seconds": Timing((seconds,)).record()}
-    return engine.with_rates(row, 1e15)
+    return rates.with_rates(row, 1e15)
 
 
 def test_a_masked_rate_above_the_dense_rate_is_flagged():
     """M4: a sparse backward of 693 above a dense one of 541."""
-    rates = {}
-    assert engine.flag(attention_row("full", 1.0, 541), rates)["flags"] == []
-    assert "1.28 x" in engine.flag(attention_row("causal", 1.0, 693), rates)["flags"][0]
-    assert engine.flag(attention_row("causal", 1.0, 590), rates)["flags"] == []
+    seen = {}
+    assert rates.flag(attention_row("full", 1.0, 541), seen)["flags"] == []
+    assert "1.28 x" in rates.flag(attention_row("causal", 1.0, 693), seen)["flags"][0]
+    assert rates.flag(attention_row("causal", 1.0, 590), seen)["flags"] == []
     assert above_dense(1.2, 1.0) and not above_dense(1.05, 1.0)
 
 
 def test_a_backward_that_does_not_fit_its_forward_is_flagged():
     """L5: a backward 12 times slower than it need be."""
     seen = {}
-    engine.flag(attention_row("causal", 1.0, 100), seen)
-    assert engine.flag(attention_row("causal", 12.0, 250, "backward"), seen)["flags"] == [
+    rates.flag(attention_row("causal", 1.0, 100), seen)
+    assert rates.flag(attention_row("causal", 12.0, 250, "backward"), seen)["flags"] == [
         "backward takes 12 x the forward's time"]
-    assert engine.flag(attention_row("causal", 2.5, 250, "backward"), seen)["flags"] == []
-    assert engine.flag(attention_row("causal", 12.0, 250, "backward", "cpu"), seen)["flags"] == []
+    assert rates.flag(attention_row("causal", 2.5, 250, "backward"), seen)["flags"] == []
+    assert rates.flag(attention_row("causal", 12.0, 250, "backward", "cpu"), seen)["flags"] == []
 
 
 def test_warm_up_ends_when_steady_and_is_not_counted():
