@@ -43,7 +43,7 @@ WARPS = options.define_list("warps", ["4", "8"], "Warps.")
 STAGES = options.define_list("stages", ["2", "3"], "Stages of the software pipeline.")
 REGISTERS = options.define_list("registers", ["0"], "Limits on the registers of a thread; 0 is none.")
 OUT = options.define_out("out/flashmask_tuning.jsonl", "Rows, one JSON object a line; added to.")
-ROUNDS, ROUND_SECONDS = 5, 0.02  # of a race of orders, for each of them
+ROUNDS, ROUND_SECONDS = 5, 0.04  # of a race of orders, for each of them
 PRODUCTS = {"forward": 2, "key": 4, "query": 3, "order": 4}  # of matrices; each costs 2 * area * heads * head_dim
 TOLERANCE = 2e-2  # relative difference from the default launch's result; other tiles only round elsewhere
 
