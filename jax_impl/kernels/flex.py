@@ -4,7 +4,7 @@ A predicate says which elements are visible, a score_mod changes logits; both ar
 traced into the kernels' bodies, and the backward pass differentiates score_mod by `jax.vjp` there:
 
     mask_mod(batch, q_head, i, j, q_values, kv_values) -> bool
-    score_mod(score, batch, q_head, i, j, q_values, kv_values) -> score
+    score_mod(score, batch, q_head, i, j) -> score
 
 i, j are query and key indices of a tile, q_values and kv_values the elements of `q_arrays` and `kv_arrays` (int32, one
 value per query or key, such as document numbers) at i and j. Everything is elementwise.
@@ -34,12 +34,26 @@ from workload.problem import AttentionProblem
 
 @dataclasses.dataclass(frozen=True)
 class Predicate:
-    """A mask_mod, a score_mod (either may be None) and the arrays that they read; see the module's text."""
+    """A mask_mod and the arrays that it reads, a score_mod (either may be None); see the module's text.
+
+    Raises ValueError where there are arrays and no mask_mod.
+    """
 
     mask_mod: Callable | None = None
     score_mod: Callable | None = None
     q_arrays: tuple[np.ndarray, ...] = ()
     kv_arrays: tuple[np.ndarray, ...] = ()
+
+    def __post_init__(self):
+        if self.mask_mod is None and (self.q_arrays or self.kv_arrays):
+            raise ValueError("q_arrays, kv_arrays: a mask_mod reads them, and there is none")
+
+    def require(self, problem: AttentionProblem) -> None:
+        """ValueError naming the arrays of which one does not hold an integer for each query, or key."""
+        for label, n in (("q_arrays", problem.q_len), ("kv_arrays", problem.kv_len)):
+            for x in map(np.asarray, getattr(self, label)):
+                if x.shape != (n,) or x.dtype.kind not in "iub":
+                    raise ValueError(f"{label}: {x.dtype} {x.shape} among them, not {n} integers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,31 +248,31 @@ class Traced(Policy):
         vectors = refs[len(refs) - self.values - len(self.row_arrays) : len(refs) - self.values]
         return [plgpu.load(x.at[pl.ds(row0, rows)], layout=ROW, optimized=False) for x in vectors]
 
-    def _elements(self, head, place, row_values=None):
-        """(batch, q_head, i, j, q_values, kv_values) of a tile."""
-        rows, columns = place.index(0), place.index(1)
-        column_values = ()
-        if row_values is not None:
-            column_values = tuple(place.by_column(plgpu.load(x, layout=COLUMN)) for x in place.values)
-        row_values = tuple(place.by_row(x) for x in row_values or ())
-        if self.transposed:
-            return head.batch, head.q, columns, rows, column_values, row_values
-        return head.batch, head.q, rows, columns, row_values, column_values
+    def _indices(self, head, place):
+        """(batch, q_head, i, j) of a tile."""
+        i, j = (place.index(axis) for axis in ((1, 0) if self.transposed else (0, 1)))
+        return head.batch, head.q, i, j
+
+    def _values(self, place, row_values):
+        """(q_values, kv_values) of a tile."""
+        by_row = tuple(place.by_row(x) for x in row_values)
+        by_column = tuple(place.by_column(plgpu.load(x, layout=COLUMN)) for x in place.values)
+        return (by_column, by_row) if self.transposed else (by_row, by_column)
 
     def seen(self, state, head, place):
         tests = []  # whole tiles hold no columns beyond the last
         if self.n_columns % self.column_tokens or self.mask_mod is None:
             tests.append(place.index(1) < self.n_columns)
         if self.mask_mod is not None:
-            tests.append(self.mask_mod(*self._elements(head, place, state)))
+            tests.append(self.mask_mod(*self._indices(head, place), *self._values(place, state)))
         return functools.reduce(jnp.logical_and, tests)
 
     def scores(self, s, head, place):
-        return self.score_mod(s, *self._elements(head, place))
+        return self.score_mod(s, *self._indices(head, place))
 
     def score_gradient(self, s, ds, head, place):
-        elements = self._elements(head, place)
-        return jax.vjp(lambda score: self.score_mod(score, *elements), s)[1](ds)[0]
+        indices = self._indices(head, place)
+        return jax.vjp(lambda score: self.score_mod(score, *indices), s)[1](ds)[0]
 
 
 def _pad(x: np.ndarray, tokens: int) -> np.ndarray:
@@ -312,11 +326,13 @@ def prepare(
     """Operands of the problem's mask as a predicate, or of a predicate of one's own.
 
     Args:
-      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case.
+      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. ValueError on arrays of
+        another length.
       per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
       deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
     """
     given = predicate or Predicate()
+    given.require(problem)
     own = given.mask_mod is not None
     used = given if own else dataclasses.replace(predicate_of(problem.mask), score_mod=given.score_mod)
     heads = (problem.batch, problem.q_heads) if per_head else (1, 1)

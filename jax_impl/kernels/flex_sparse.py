@@ -106,8 +106,10 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
 
     Args:
       predicate: a mask_mod and a score_mod (see `flex`) besides the mask; a mask_mod is asked in every listed tile.
+        ValueError on arrays of another length.
     """
     mask, used = problem.mask, predicate or Predicate()
+    used.require(problem)
     columns = NARROW if problem.head_dim == 128 else WIDE
     side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))

@@ -19,6 +19,7 @@ from tests import conformance
 from tests.jax_impl import interpret_patch
 from tests.jax_impl.interpret_patch import interpreted
 from workload import masks
+from workload.block_masks import uniform_block
 from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 
@@ -88,7 +89,7 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     group = np.arange(70) // 30
     predicate = Predicate(
         mask_mod=lambda b, h, i, j, q_values, kv_values: (q_values[0] == kv_values[0]) | (j % 3 == i % 3),
-        score_mod=lambda s, b, h, i, j, q_values, kv_values: 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j),
+        score_mod=lambda s, b, h, i, j: 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j),
         q_arrays=(group[:60],),
         kv_arrays=(group,),
     )
@@ -100,12 +101,26 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     def dense(q, k, v):
         s = jnp.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * problem.scale
         heads = jnp.arange(2)[None, :, None, None]
-        s = jnp.where(seen, predicate.score_mod(s, 0, heads, i, j, (), ()), -jnp.inf)
+        s = jnp.where(seen, predicate.score_mod(s, 0, heads, i, j), -jnp.inf)
         return jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(s), v[:, :, 0]), jax.nn.logsumexp(s, axis=-1)
 
     wide = [x.astype(jnp.float32) for x in inputs]
     (out, lse), pull = jax.vjp(dense, *wide[:3])
     close(got, (out, lse, *pull((wide[3], jnp.zeros_like(lse)))), 2 * BUDGET)
+
+
+@pytest.mark.parametrize("arrays_, said", [
+    ({"q_arrays": (np.arange(59),)}, r"q_arrays: int64 \(59,\) among them, not 60 integers"),
+    ({"kv_arrays": (np.arange(70), np.zeros(70))}, "kv_arrays: float64"),
+])
+def test_arrays_of_a_predicate_that_do_not_fit_are_named(arrays_, said):
+    """A shorter one would be read past its end, where its last value stands."""
+    with pytest.raises(ValueError, match="a mask_mod reads them, and there is none"):
+        Predicate(None, None, **arrays_)
+    for name, mask in (("flex", masks.full(60, 70)), ("flex_sparse", uniform_block(60, 70, 1, 128, 1.0))):
+        predicate = Predicate(lambda b, h, i, j, *_: j >= i, None, **arrays_)
+        with pytest.raises(ValueError, match=said):
+            kernels.get(name).prepare(AttentionProblem(mask, 1, 2, 1, 64, DTYPE), predicate=predicate)
 
 
 def test_a_predicate_that_differs_by_batch_entry_and_head():

@@ -24,7 +24,7 @@ def even(b, h, i, j, q_values, kv_values):
     return kv_values[0] == 0
 
 
-def tilted(score, b, h, i, j, q_values, kv_values):
+def tilted(score, b, h, i, j):
     return score * 0.5 + (j - i).astype(jnp.float32) / 128
 
 
@@ -46,7 +46,7 @@ def test_a_predicate_and_logits_of_ones_own():
     i, j = jnp.arange(140)[:, None], jnp.arange(200)[None, :]
 
     def dense(q, k, v):
-        s = tilted(problem.scale * jnp.einsum("bihd,bjkd->bhij", q, k), 0, 0, i, j, (), ())
+        s = tilted(problem.scale * jnp.einsum("bihd,bjkd->bhij", q, k), 0, 0, i, j)
         some = seen.any(axis=1)
         s = jnp.where(seen, s, -jnp.inf)
         p = jnp.where(some[:, None], jax.nn.softmax(jnp.where(some[:, None], s, 0.0), axis=-1), 0.0)
