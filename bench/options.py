@@ -119,6 +119,8 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     define_float("document_cap", 0.25, "Longest document as a share of the sequence.", lower_bound=0,
                        upper_bound=1)
     flags.DEFINE_integer("window", 1024, "Window of the sliding masks in tokens, inclusive.", lower_bound=0)
+    define_float("window_share", 0.0, "The window as a share of the sequence instead; 0 for --window.", lower_bound=0,
+                 upper_bound=1)
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
     flags.DEFINE_integer("sparse_block", 128, "Block of the dynamic masks in tokens.", lower_bound=1)
     define_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
@@ -209,7 +211,8 @@ def cases(values: flags.FlagValues) -> list[Case]:
         raise ValueError("--density: 0 keeps no block")
     settings = differing(
         documents=documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
-        window=values.window, block=values.block, sparse_block=values.sparse_block, density=values.density)
+        window=values.window, window_share=values.window_share or None, block=values.block,
+        sparse_block=values.sparse_block, density=values.density)
     specs = [
         ProblemSpec(mask, n, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim, values.dtype, seed,
                     settings)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,19 @@ def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
         capture_output=True, text=True)
     assert done.returncode != 0 and said in done.stderr + done.stdout
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_window_may_be_a_share_of_the_sequence():
+    """A sweep over lengths keeps the window in tokens, or its share."""
+    values = types.SimpleNamespace(
+        stack=["torch"], kernels=["naive"], masks=["full_sliding_window"], passes=["forward"], seqlens=["64", "128"],
+        documents="auto", document_cap=0.25, density=0.25, long_share=0.0, window=9, window_share=0.0, block=1024,
+        sparse_block=128, batch=1, q_heads=2, kv_heads=1, head_dim=16, dtype="float32", seed=0, packs=1)
+    def windows():
+        return [case.spec.problem().mask.params["window"] for case in options.cases(values)]
+    assert windows() == [9, 9]
+    values.window_share = 0.125
+    assert windows() == [8, 16]
 
 
 def test_tokens():
