@@ -3,6 +3,7 @@
 Its twin is bench/parity_torch_ranks.py. `shard_out` and `gather_in` run in the judge, whose JAX has CPU devices alone.
 """
 
+import contextlib
 import functools
 import statistics
 import time
@@ -17,11 +18,13 @@ from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from jax_impl import context_parallel as cp
 from jax_impl.context_parallel.attention import backward, forward
-from jax_impl.context_parallel.plan import default_kernel
+from jax_impl.context_parallel.plan import alike, default_kernel, place
 from parity import checkpoints
 from parity.compare import RESULTS, errors, over_budget
 from parity.inputs import TENSORS
 from parity.reference import Reference, sample_of
+from workload.errors import Unsupported
+from workload.problem import AttentionProblem
 
 TOKENS = {"q": 1, "k": 1, "v": 1, "dout": 1, "out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the axis of tokens
 SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the others: q
@@ -31,11 +34,8 @@ CALLS = 5
 class _Built:
     """A cell's plan, its sharded inputs and its compiled passes."""
 
-    def __init__(self, case: Case, inputs: str):
-        self.problem = case.spec.problem()
-        mesh = cp.make_mesh(case.topology)
-        kernel = case.kernel or default_kernel(self.problem.mask, mesh.devices.flat[0].platform)
-        self.plan = cp.plan_of(case.schedule(self.problem, with_lse=True), mesh, kernel)
+    def __init__(self, plan: cp.Plan, problem: AttentionProblem, inputs: str):
+        self.plan, self.problem = place(plan), problem
         whole = checkpoints.restore(inputs)
         self.placed = {name: cp.shard(np.asarray(whole[name]), self.plan, SIDE.get(name, "q")) for name in TENSORS}
         q, k, v, dout = self.placed.values()
@@ -59,37 +59,49 @@ class _Built:
         return self.backward(self.plan, saved, dout)
 
 
+_held: dict[Case, _Built] = {}  # the last cell built
+
+
 @functools.lru_cache(maxsize=1)
-def _built(case: Case, inputs: str) -> _Built:
-    return _Built(case, inputs)
+def _plans(cases: tuple[Case, ...]) -> dict[Case, cp.Plan]:
+    """The plans of some cells of a scheme, made alike where they can be, so that they share a compilation."""
+    plans = {}
+    for case in cases:
+        problem, mesh = case.spec.problem(), cp.make_mesh(case.topology)
+        kernel = case.kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
+        with contextlib.suppress(Unsupported):  # the cell's row tells
+            plans[case] = cp.plan_of(case.schedule(problem, with_lse=True), mesh, kernel, on_host=True)
+    return dict(zip(plans, alike(list(plans.values())), strict=True))
 
 
-def _of(case: dict[str, Any], inputs: str) -> _Built:
-    return _built(from_record(case), inputs)
+def build(case: dict[str, Any], beside: list[dict[str, Any]], inputs: str) -> None:
+    """Makes a cell ready: its plan, alike those of the cells beside it, both passes compiled, the inputs placed."""
+    chosen = from_record(case)
+    _held.clear()
+    _held[chosen] = _Built(_plans(tuple(from_record(c) for c in beside))[chosen], chosen.spec.problem(), inputs)
 
 
-def build(case: dict[str, Any], inputs: str) -> None:
-    """Compiles both passes and places the inputs."""
-    _of(case, inputs)
+def _of(case: dict[str, Any]) -> _Built:
+    return _held[from_record(case)]
 
 
-def run(case: dict[str, Any], inputs: str, folder: str) -> str:
-    """Shards a checkpoint's inputs over the ranks, saves the shards as a checkpoint, runs both passes.
+def run(case: dict[str, Any], folder: str) -> str:
+    """Of a cell that is built: saves the sharded inputs as a checkpoint, runs both passes.
 
     Returns: the local kernel's name.
     """
-    built = _of(case, inputs)
+    built = _of(case)
     checkpoints.save(Path(folder) / "inputs", built.placed)
     jax.block_until_ready(built.results)
     return built.plan.program.kernel
 
 
-def judge(case: dict[str, Any], inputs: str, folder: str, reference: str) -> dict[str, Any]:
+def judge(case: dict[str, Any], folder: str, reference: str) -> dict[str, Any]:
     """Restores PyTorch's shards under this stack's mesh and judges both stacks, joined, and their difference.
 
     Returns: errors by side, budget, oracle, and what is wrong with each side, a line each.
     """
-    built = _of(case, inputs)
+    built = _of(case)
     plan, spec = built.plan, built.plan.program
     shardings = {name: NamedSharding(spec.mesh, spec.spec(TOKENS[name])) for name in RESULTS}
     theirs = checkpoints.restore(Path(folder) / "torch", shardings)
@@ -112,9 +124,9 @@ def _joined(name: str, x: jax.Array, plan) -> np.ndarray:
     return np.asarray(cp.unshard(x, plan, SIDE.get(name, "q")))
 
 
-def clock(case: dict[str, Any], inputs: str) -> float:
+def clock(case: dict[str, Any]) -> float:
     """Seconds of both passes on all ranks, the median of a few calls."""
-    built, seconds = _of(case, inputs), []
+    built, seconds = _of(case), []
     jax.block_until_ready(built.both())
     for _ in range(CALLS):
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import tempfile
 import time
@@ -24,6 +25,7 @@ from parity.matrix import SHAPES
 HOLDS_LOGITS = ("naive", "sdpa")
 SHARED = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
+GLANCE = Protocol(samples=1, least=1, seconds=0.1, warmups=0)
 GROUP = 12  # cells that a job takes at once at most: those of one program, so that it is compiled once
 
 
@@ -134,19 +136,18 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, turns: Turns,
     return row | {"status": "mismatch", "reason": "; ".join(wrong)} if wrong else row
 
 
-def throughput(cell: Cell, workers: engine.Workers, patience: Callable[[], float]) -> dict[str, Any]:
-    """Both stacks' device time in turns."""
-    def clock(stack: str) -> float | Failure:
-        found = workers[stack].ask(f"{engine.TASKS}:clock", patience(), case=cell.of(stack),
-                                   protocol=dataclasses.asdict(BRIEF), brief=True)
-        return found if isinstance(found, Failure) else found["seconds"]["median"]
-    return in_turns(clock)
+def clock(cell: Cell, workers: engine.Workers, protocol: Protocol, patience: Callable[[], float], stack: str
+          ) -> float | Failure:
+    """Seconds of a stack on the device."""
+    found = workers[stack].ask(f"{engine.TASKS}:clock", patience(), case=cell.of(stack),
+                               protocol=dataclasses.asdict(protocol), brief=True)
+    return found if isinstance(found, Failure) else found["seconds"]["median"]
 
 
 def grouped(left: Iterable[Cell], programs: Mapping[tuple[str, str, str], Any]) -> list[tuple[Cell, ...]]:
     """The cells that a job takes at once: of a kernel, a shape and a program of JAX's, those to be timed in front.
 
-    Long ones of kernels that hold all logits stay with few jobs, each of which keeps the memory that it once took.
+    Long ones of kernels that hold all logits stay with one job, which keeps the memory that it once took.
 
     Args:
       programs: by kernel, shape and mask.
@@ -155,7 +156,8 @@ def grouped(left: Iterable[Cell], programs: Mapping[tuple[str, str, str], Any]) 
     for cell in sorted(left, key=lambda c: not SHAPES[c.shape].timed):
         large = SHAPES[cell.shape].timed and cell.kernel in HOLDS_LOGITS
         groups.setdefault(HOLDS_LOGITS if large else (*cell.place[:2], programs[cell.place]), []).append(cell)
-    return [part for group in groups.values() for part in itertools.batched(group, GROUP)]
+    return [part for key, group in groups.items()
+            for part in itertools.batched(group, len(group) if key == HOLDS_LOGITS else GROUP)]
 
 
 class Run:
@@ -163,7 +165,9 @@ class Run:
 
     def __init__(self, left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float):
         self._left, self._rows, self._problems, self._deadline = left, rows, problems, deadline
-        self._turns, self._groups = Turns(), collections.deque[tuple[Cell, ...]]()
+        self._turns = Turns()
+        self._groups: dict[bool, collections.deque[tuple[Cell, ...]]] = {
+            timed: collections.deque() for timed in (True, False)}
 
     def deal(self, workers: Sequence[engine.Workers], threads: concurrent.futures.Executor) -> None:
         """Starts the workers and has them tell which cells share a program."""
@@ -181,15 +185,23 @@ class Run:
             return told
 
         programs = {k: v for part in threads.map(tell, range(len(workers))) for k, v in part.items()}
-        self._groups.extend(_rotated(part, n) for n, part in enumerate(grouped(self._left, programs)))
+        for n, part in enumerate(grouped(self._left, programs)):
+            self._groups[SHAPES[part[0].shape].timed].append(_rotated(part, n))
 
     def job(self, workers: engine.Workers) -> None:
         """Takes groups until none is left or the time is up. A cell that the end of the time cuts off is left."""
-        on_gpu = engine.on_gpu(workers, self._deadline)
-        while self._groups:
-            try:
-                group = self._groups.popleft()
-            except IndexError:  # another job took the last
+        on_gpu, to_time = engine.on_gpu(workers, self._deadline), []
+        while not self._rows.over:
+            group = self._take(timed=True)
+            if not group and to_time:
+                with self._turns.alone():  # others go on building
+                    for cell, row in to_time:
+                        if not self._rows.over:
+                            ask = functools.partial(clock, cell, workers, BRIEF, self._patience)
+                            self._rows.write(cell, row | in_turns(ask))
+                to_time.clear()
+            group = group or self._take(timed=False)
+            if not group:
                 return
             for cell in group:
                 if self._rows.over:
@@ -197,12 +209,22 @@ class Run:
                 began = time.perf_counter()
                 row = judge(cell, workers, self._problems, self._turns, self._patience)
                 row["check_seconds"] = time.perf_counter() - began
-                if on_gpu and SHAPES[cell.shape].timed and row["status"] == "ok":
-                    with self._turns.alone():
-                        row |= throughput(cell, workers, self._patience)
                 if self._rows.over and row["status"] == "timeout":
                     return
-                self._rows.write(cell, row)
+                if on_gpu and SHAPES[cell.shape].timed and row["status"] == "ok":
+                    with self._turns.together():
+                        for stack in STACKS:  # the first timing compiles
+                            clock(cell, workers, GLANCE, self._patience, stack)
+                    to_time.append((cell, row))
+                else:
+                    self._rows.write(cell, row)
+
+    def _take(self, timed: bool) -> tuple[Cell, ...]:
+        """The next group, of those to be timed or of the others; none where there is none."""
+        try:
+            return self._groups[timed].popleft()
+        except IndexError:
+            return ()
 
     def _patience(self) -> float:
         return self._rows.patience(self._deadline)

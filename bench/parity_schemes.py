@@ -24,7 +24,7 @@ from parity.compare import over_budget
 from workload.errors import Unsupported
 from workload.scratch import scratch
 
-GROUP = 4  # cells of a scheme that a job takes at once
+GROUP = 7  # cells of a scheme that a job takes at once: some share a compilation
 JAX, TORCH = "bench.parity_jax_ranks", "bench.parity_torch_ranks"
 
 
@@ -131,13 +131,13 @@ class Run(contextlib.ExitStack):
                 if self._rows.over:
                     return
                 began = time.perf_counter()
-                row = self.judge(cell) | {"check_seconds": time.perf_counter() - began}
+                row = self.judge(cell, some) | {"check_seconds": time.perf_counter() - began}
                 if self._rows.over and row["status"] == "timeout":
                     return
                 self._rows.write(cell, row)
 
-    def judge(self, cell: Cell) -> dict[str, Any]:
-        """The row of a cell; on GPUs it is timed."""
+    def judge(self, cell: Cell, beside: Sequence[Cell]) -> dict[str, Any]:
+        """The row of a cell; on GPUs it is timed. Beside: the cells of its scheme that this job has, it among them."""
         machine = self._workers.environment("jax", self._patience())
         row = engine.new_row(cell.key, "parity", cell.of("jax") | {"stack": "both", "shape": cell.shape}, machine)
         row["repeat"] = cell.command
@@ -149,7 +149,8 @@ class Run(contextlib.ExitStack):
             made = self._problems.of(cell.case.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
-        built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"), inputs=made["jax"])
+        built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"),
+                                         beside=[other.of("jax") for other in beside], inputs=made["jax"])
         if isinstance(built, Failure):
             return row | {"status": built.status, "reason": f"jax: {built.reason}"}
         with scratch("schemes") as folder:
@@ -165,7 +166,7 @@ class Run(contextlib.ExitStack):
             if not self._on_gpu:
                 return row
             with self._turns.alone():
-                return row | self._throughput(cell, made["jax"], str(folder))
+                return row | self._throughput(cell, str(folder))
 
     def _patience(self) -> float:
         return self._rows.patience(self._deadline)
@@ -173,7 +174,7 @@ class Run(contextlib.ExitStack):
     def _exchange(self, cell: Cell, made: dict[str, str], folder: str) -> dict[str, Any] | Failure:
         """Runs both stacks, each on the shards of the other's checkpoint; what JAX says of the results."""
         jax, judge = self._workers["jax"], self._workers["judge"]
-        ours = {"case": cell.of("jax"), "inputs": made["jax"], "folder": folder}
+        ours = {"case": cell.of("jax"), "folder": folder}
         steps = (
             ("jax", lambda: jax.ask(f"{JAX}:run", self._patience(), **ours)),
             ("the shards of jax", lambda: judge.ask(f"{JAX}:shard_out", self._patience(), folder=folder,
@@ -190,11 +191,11 @@ class Run(contextlib.ExitStack):
                 return Failure(found.status, f"{label}: {found.reason}")
         return answers["the results"] | {"kernels": {"jax": answers["jax"], "torch": answers["torch"][0]}}
 
-    def _throughput(self, cell: Cell, inputs: str, folder: str) -> dict[str, Any]:
+    def _throughput(self, cell: Cell, folder: str) -> dict[str, Any]:
         """Seconds of both passes by the slowest rank, the stacks in turns."""
         def clock(stack: str) -> float | Failure:
             if stack == "jax":
-                return self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack), inputs=inputs)
+                return self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
             found = self._gang.ask("clock", self._patience(), case=cell.of(stack), folder=folder)
             return found if isinstance(found, Failure) else max(found)
         return in_turns(clock)

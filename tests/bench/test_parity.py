@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench import attention_task, engine, parity_kernels, parity_schemes, parity_status, records
 from bench import parity as parity_main
-from bench.parity_cells import Problems, Rows
+from bench.parity_cells import ROUNDS, Problems, Rows
 from bench.turns import Turns
 from bench.workers import Failure, Worker
 from parity.compare import OF_PASS, RESULTS
@@ -64,7 +64,7 @@ def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monke
 def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_off_is_left(tmp_path, monkeypatch):
     """Once a cell of flashinfer held its job until the run was killed, and no checked cell was ever timed."""
     told, cells = [], parity_kernels.cells(["naive", "sdpa"], ["causal"], ["tiny", "long"], ["forward"], 0)
-    workers = [engine.Workers(), engine.Workers()]
+    workers = [engine.Workers()]
 
     def judge(cell, workers, problems, turns, patience):
         told.append(("judge", cell.shape))
@@ -75,10 +75,20 @@ def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_of
         return {"status": "ok", "reason": "", "key": cell.key, "kind": "parity", "case": {}, "environment": {}}
 
     monkeypatch.setattr(parity_kernels, "judge", judge)
-    held = []
-    monkeypatch.setattr(Turns, "alone", lambda self: held.append(self) or contextlib.nullcontext())
-    monkeypatch.setattr(parity_kernels, "throughput",
-                        lambda cell, *_: told.append(("clock", cell.shape)) or {} if held else {"status": "error"})
+    alone = []
+
+    @contextlib.contextmanager
+    def only(_):
+        alone.append(True)
+        yield
+        alone.pop()
+
+    def clock(cell, workers, protocol, patience, stack):
+        told.append(("clock" if alone else "glance", cell.shape))
+        return 1.0
+
+    monkeypatch.setattr(Turns, "alone", only)
+    monkeypatch.setattr(parity_kernels, "clock", clock)
     monkeypatch.setattr(engine, "on_gpu", lambda *_: True)
     monkeypatch.setattr(engine.Workers, "start", lambda *_: None)
     monkeypatch.setattr(Worker, "ask", lambda *_, of, **__: list(range(len(of))))
@@ -86,7 +96,9 @@ def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_of
         rows = Rows(writer, 4, Console(soft_wrap=True))
         assert rows.patience(7.0) == 7.0
         parity_kernels.run(cells, rows, Problems(tmp_path, 1.0, []), 1.0, workers)
-    assert {*told[:2]} <= {("judge", "long"), ("clock", "long")} and told.count(("clock", "long")) == 2
+    assert told[0] == ("judge", "long") and told.count(("judge", "long")) == 2
+    assert told.count(("glance", "long")) == 4 and told.count(("clock", "long")) == 2 * 2 * ROUNDS
+    assert told.index(("judge", "tiny")) > told.index(("clock", "long"))
     assert cells[1].kernel == "sdpa" and writer.keys == {c.key for c in cells} - {cells[1].key}
 
 
@@ -116,6 +128,8 @@ def test_cells_of_one_program_stay_together_and_what_is_timed_comes_first():
     large = parity_kernels.cells(["naive", "sdpa", "fa1"], ["causal", "causal_document"], ["long"], PASSES, 0)
     groups = parity_kernels.grouped(large, {cell.place: cell.spec.mask for cell in large})
     assert [{cell.kernel for cell in group} for group in groups] == [{"naive", "sdpa"}, {"fa1"}, {"fa1"}]
+    large = parity_kernels.cells(["naive", "sdpa"], ALL_BUILDERS, ["long", "long_plain"], PASSES, 0)
+    assert len(parity_kernels.grouped(large, {cell.place: 0 for cell in large})) == 1
 
 
 def test_masks_of_one_signature_have_one_program():
@@ -187,7 +201,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
     with records.Writer(tmp_path / "p.jsonl") as writer, Worker("judge") as judge:
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
         with parity_schemes.Run(rows, problems, Turns(), 120.0, 2, on_gpu=False) as going:
-            good = going.judge(cell)
+            good = going.judge(cell, [cell])
             ask = going._gang.ask
 
             def spoilt(task, deadline, *, folder, **arguments):
@@ -199,7 +213,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
                 return found
 
             monkeypatch.setattr(going._gang, "ask", spoilt)
-            bad = going.judge(cell)
+            bad = going.judge(cell, [cell])
     assert good["status"] == "ok" and set(good["errors"]["torch"]) == set(RESULTS), good["reason"]
     assert bad["status"] == "mismatch" and "torch dk" in bad["reason"] and "torch dv" not in bad["reason"]
     assert good["errors"]["jax"] == bad["errors"]["jax"]
