@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import conformance
 from torch_impl import kernels
-from torch_impl.kernels import cudnn_flex, fa2, fa3, flex, packages, walks
+from torch_impl.kernels import cudnn_flex, fa2, fa3, fa3_mask, flex, packages, walks
 from torch_impl.kernels.fakes import compile_on_fakes
 from workload import masks
 from workload.block_masks import uniform_block
@@ -264,3 +264,18 @@ def test_a_package_that_compiles_on_fakes_is_handed_nothing_else(passes):
     assert tuple(calls) == passes and seen[0] == "prepare"
     assert all(isinstance(x, FakeTensor) and x.device == torch.device("cuda", 0) for x in sum(calls.values(), []))
     assert calls["forward"][0].shape == problem.q_shape and calls["forward"][2].shape == problem.kv_shape
+
+
+def test_a_mask_mod_is_named_alike_whenever_it_is_made(monkeypatch):
+    """The package's disk cache goes by that name; one interval a row is another program than two."""
+    made = {name: types.ModuleType(name) for name in (
+        "cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute", "flash_attn.cute.utils")}
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    vars(made["cutlass"]).update(cute=made["cutlass.cute"], Int32=int)
+    vars(made["cutlass.cute"]).update(jit=lambda function: function)
+    names = []
+    for intervals in (1, 1, 2):  # what it closes over is elsewhere each time, as in another process
+        vars(made["flash_attn.cute.utils"]).update(scalar_to_ssa=lambda *x: x, ssa_to_scalar=lambda *x: x)
+        names.append(fa3_mask._mask_mod.__wrapped__(intervals).__cute_hash__)
+    assert names[0] == names[1] != names[2]
