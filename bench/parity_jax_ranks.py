@@ -59,7 +59,7 @@ class _Built:
         return self.backward(self.plan, saved, dout)
 
 
-_held: dict[Case, _Built] = {}  # the last cell built
+_held: dict[Case, _Built] = {}  # the cells built of those beside one another
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,9 +76,10 @@ def _plans(cases: tuple[Case, ...]) -> dict[Case, cp.Plan]:
 
 def build(case: dict[str, Any], beside: list[dict[str, Any]], inputs: str) -> None:
     """Makes a cell ready: its plan, alike those of the cells beside it, both passes compiled, the inputs placed."""
-    chosen = from_record(case)
-    _held.clear()
-    _held[chosen] = _Built(_plans(tuple(from_record(c) for c in beside))[chosen], chosen.spec.problem(), inputs)
+    chosen, others = from_record(case), tuple(from_record(c) for c in beside)
+    if not _held.keys() <= set(others):
+        _held.clear()
+    _held[chosen] = _Built(_plans(others)[chosen], chosen.spec.problem(), inputs)
 
 
 def _of(case: dict[str, Any]) -> _Built:

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench import context_parallel_cases as cp
@@ -117,27 +118,45 @@ class Run(contextlib.ExitStack):
         self._gang = self.enter_context(Gang(world))
 
     def work(self, left: "collections.deque[tuple[Cell, ...]]") -> None:
-        """Judges what is left, a few cells after the other, until the time is up."""
+        """Judges what is left, a few cells of a scheme after the other, until the time is up.
+
+        On GPUs cells that agree are timed, those of a group together: meanwhile no other job runs anything. Where the
+        time does not suffice, or a worker was lost, their rows have no times.
+        """
         with concurrent.futures.ThreadPoolExecutor(3) as threads:  # importing takes seconds
             threads.submit(self._workers.start, ["jax"], self._deadline)
             threads.submit(self._workers["judge"].ask, f"{engine.TASKS}:devices", self._deadline)
             threads.submit(self._gang.join, self._deadline)
-        while left:
+        while not self._rows.over:
             try:
                 some = left.popleft()
-            except IndexError:  # another job took the last
+            except IndexError:
                 return
-            for cell in some:
-                if self._rows.over:
-                    return
-                began = time.perf_counter()
-                row = self.judge(cell, some) | {"check_seconds": time.perf_counter() - began}
-                if self._rows.over and row["status"] == "timeout":
-                    return
-                self._rows.write(cell, row)
+            with scratch("schemes") as folder:
+                good: dict[Cell, dict[str, Any]] = {}
+                lost = False  # whether workers that held what is to be timed were ended
+                for number, cell in enumerate(some):
+                    if self._rows.over:
+                        break
+                    began = time.perf_counter()
+                    row = self.judge(cell, some, folder / str(number)) | {"check_seconds": time.perf_counter() - began}
+                    if self._rows.over and row["status"] == "timeout":
+                        break
+                    if self._on_gpu and row["status"] == "ok":
+                        good[cell] = row
+                    else:
+                        lost |= row["status"] not in ("ok", "unsupported", "mismatch")
+                        self._rows.write(cell, row)
+                with self._turns.alone():
+                    for cell, row in good.items():
+                        self._rows.write(cell, row if lost or self._rows.over else row | self._throughput(cell))
 
-    def judge(self, cell: Cell, beside: Sequence[Cell]) -> dict[str, Any]:
-        """The row of a cell; on GPUs it is timed. Beside: the cells of its scheme that this job has, it among them."""
+    def judge(self, cell: Cell, beside: Sequence[Cell], folder: Path) -> dict[str, Any]:
+        """The row of a cell, untimed.
+
+        Args:
+          beside: the cells of its scheme that this job has, it among them; folder: for its shards, to be made.
+        """
         machine = self._workers.environment("jax", self._patience())
         row = engine.new_row(cell.key, "parity", cell.of("jax") | {"stack": "both", "shape": cell.shape}, machine)
         row["repeat"] = cell.command
@@ -149,24 +168,20 @@ class Run(contextlib.ExitStack):
             made = self._problems.of(cell.case.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
-        built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"),
-                                         beside=[other.of("jax") for other in beside], inputs=made["jax"])
+        with self._turns.together():  # the times are the host's too: no compiler may run beside them
+            built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"),
+                                             beside=[other.of("jax") for other in beside], inputs=made["jax"])
         if isinstance(built, Failure):
             return row | {"status": built.status, "reason": f"jax: {built.reason}"}
-        with scratch("schemes") as folder:
-            with self._turns.together():
-                found = self._exchange(cell, made, str(folder))
-            if isinstance(found, Failure):
-                return row | {"status": found.status, "reason": found.reason}
-            wrong = found.pop("wrong")
-            row |= found | {"budget_cross": cross_budget(found["budget"])}
-            wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
-            if wrong:
-                return row | {"status": "mismatch", "reason": "; ".join(wrong)}
-            if not self._on_gpu:
-                return row
-            with self._turns.alone():
-                return row | self._throughput(cell, str(folder))
+        folder.mkdir()
+        with self._turns.together():
+            found = self._exchange(cell, made, str(folder))
+        if isinstance(found, Failure):
+            return row | {"status": found.status, "reason": found.reason}
+        wrong = found.pop("wrong")
+        row |= found | {"budget_cross": cross_budget(found["budget"])}
+        wrong += [f"jax to torch {line}" for line in over_budget(row["errors"]["cross"], row["budget_cross"])]
+        return row | {"status": "mismatch", "reason": "; ".join(wrong)} if wrong else row
 
     def _patience(self) -> float:
         return self._rows.patience(self._deadline)
@@ -191,12 +206,12 @@ class Run(contextlib.ExitStack):
                 return Failure(found.status, f"{label}: {found.reason}")
         return answers["the results"] | {"kernels": {"jax": answers["jax"], "torch": answers["torch"][0]}}
 
-    def _throughput(self, cell: Cell, folder: str) -> dict[str, Any]:
+    def _throughput(self, cell: Cell) -> dict[str, Any]:
         """Seconds of both passes by the slowest rank, the stacks in turns."""
         def clock(stack: str) -> float | Failure:
             if stack == "jax":
                 return self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
-            found = self._gang.ask("clock", self._patience(), case=cell.of(stack), folder=folder)
+            found = self._gang.ask("clock", self._patience(), case=cell.of(stack))
             return found if isinstance(found, Failure) else max(found)
         return in_turns(clock)
 

@@ -201,7 +201,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
     with records.Writer(tmp_path / "p.jsonl") as writer, Worker("judge") as judge:
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
         with parity_schemes.Run(rows, problems, Turns(), 120.0, 2, on_gpu=False) as going:
-            good = going.judge(cell, [cell])
+            good = going.judge(cell, [cell], tmp_path / "good")
             ask = going._gang.ask
 
             def spoilt(task, deadline, *, folder, **arguments):
@@ -213,7 +213,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
                 return found
 
             monkeypatch.setattr(going._gang, "ask", spoilt)
-            bad = going.judge(cell, [cell])
+            bad = going.judge(cell, [cell], tmp_path / "bad")
     assert good["status"] == "ok" and set(good["errors"]["torch"]) == set(RESULTS), good["reason"]
     assert bad["status"] == "mismatch" and "torch dk" in bad["reason"] and "torch dv" not in bad["reason"]
     assert good["errors"]["jax"] == bad["errors"]["jax"]
