@@ -1,18 +1,20 @@
 """Float32 tiles on their way to sums in device memory, in the order in which a warpgroup's registers hold them.
 
 A tile of 64 rows lies there as the threads do, four numbers each, so that it is staged without conflicts and added as
-one run of memory. `natural` brings such tiles back into rows and columns.
+one run of memory. `by_token` brings such tiles back into rows and columns.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
+from jax_impl.kernels.hopper_forward import COMPILER, shared_tile
 from jax_impl.kernels.hopper_masks import TILE
 
 ROWS = 64
@@ -26,12 +28,15 @@ def register_shape(columns: int) -> tuple[int, int]:
     return ROWS * columns // RUN, RUN
 
 
+def _strided(shape):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+
+
 def in_register_order(x: jax.Array) -> jax.Array:
     """float32 [64, columns] in wgmma's layout as `register_shape(columns)`: no number leaves its register."""
     shape = register_shape(x.shape[1])
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=4)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout))
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _strided(shape)))
     def rearranged(ctx, x):
         del ctx
         pairs = list(x.registers.flat)  # neighbours in a row: row r, row r + 8, then the next eight columns
@@ -43,12 +48,29 @@ def in_register_order(x: jax.Array) -> jax.Array:
     return rearranged(x)
 
 
-def add(x: jax.Array, staging, target, pending: int = 0):
+def in_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `in_register_order`."""
+    shape = ROWS, x.size // ROWS
+
+    @plgpu.inline_mgpu(arg_types=(_strided(x.shape),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))
+    def arranged(ctx, x):
+        del ctx
+        fours, layout = list(x.registers.flat), mosaic.WGMMA_LAYOUT
+        assert ir.VectorType(fours[0].type).shape == [4]
+        pairs = np.array([vector.shuffle(a, a, half) for a in fours for half in ([0, 1], [2, 3])], dtype=object)
+        return mosaic.FragmentedArray(
+            _registers=pairs.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None)
+
+    return arranged(x)
+
+
+def add(x: jax.Array, staging, target, pending: int | None = 0):
     """Adds float32 [64, columns] in wgmma's layout to device memory, by way of `staging` of its `register_shape`.
 
-    pending: younger additions than the one that last used this staging.
+    pending: younger additions than the one that last used this staging; None where that one was waited for.
     """
-    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    if pending is not None:
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
     staging[...] = in_register_order(x)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
@@ -61,10 +83,32 @@ def add_by_parts(x: jax.Array, staging, target):
         add(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
 
 
-def natural(tiles: jax.Array) -> jax.Array:
-    """[..., rows, 256] in the order of registers to [..., 64, columns]."""
-    lead = tiles.shape[:-2]
-    # columns / 8, warp, row, columns / 2 within 8, upper or lower 8 rows, 2
-    x = tiles.reshape(*lead, -1, 4, 8, 4, 2, 2)
-    order = (len(lead) + n for n in (1, 4, 2, 0, 3, 5))
-    return jnp.transpose(x, (*range(len(lead)), *order)).reshape(*lead, ROWS, -1)
+def by_token(tiles: jax.Array, heads: int, scale: float, dtype) -> jax.Array:
+    """Sums, float32 [batch, heads * n, *register_shape(head_dim)], times scale, as [batch, 64 n, heads, head_dim].
+
+    A kernel of its own: what it reads and writes are whole runs of memory, where a transposition would be neither.
+    """
+    batch, count = tiles.shape[:2]
+    dim, n, dtype = tiles.shape[2] * RUN // ROWS, count // heads, jnp.dtype(dtype)
+    rows = register_shape(PART)[0]
+
+    def body(tiles_g, out_g, staging_s):
+        entry, number = lax.axis_index("batch"), lax.axis_index("tile")
+        for part in range(dim // PART):
+            source = tiles_g.at[entry, number, pl.ds(part * rows, rows)]
+            x = in_rows(plgpu.load(source, layout=_strided((rows, RUN))))
+            staging_s[:, pl.ds(part * PART, PART)] = (x * scale).astype(dtype)
+        plgpu.commit_smem()
+        tokens = pl.ds(lax.rem(number, jnp.int32(n)) * ROWS, ROWS)
+        plgpu.copy_smem_to_gmem(staging_s, out_g.at[entry, tokens, lax.div(number, jnp.int32(n))])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch, n * ROWS, heads, dim), dtype),
+        scratch_types=[shared_tile((ROWS, dim), dtype)],
+        grid=(batch, count),
+        grid_names=("batch", "tile"),
+        compiler_params=COMPILER,
+        kernel_name="hopper_by_token",
+    )(tiles)

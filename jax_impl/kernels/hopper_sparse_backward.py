@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_impl.kernels.hopper_add import natural, register_shape
+from jax_impl.kernels.hopper_add import by_token, register_shape
 from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid
@@ -79,10 +79,5 @@ def sparse_backward(
             q, k, v, dout, statistics(lse, delta), dq, apart, scale, tiles.roles, grid(apart), grad_dtype=grad_dtype,
             before=grads, sums=sums)
     if sums:
-        grads = [_by_token(x[...], kv_heads, key_tiles).astype(grad_dtype) for x in sums]
-    return _by_token(dq[...], q_heads, pieces), *grads
-
-
-def _by_token(tiles, heads: int, per_head: int):
-    """[batch, heads * per_head, *register_shape(head_dim)] as [batch, tokens, heads, head_dim]."""
-    return natural(tiles).reshape(tiles.shape[0], heads, per_head * ROWS, -1).swapaxes(1, 2)
+        grads = [by_token(x[...], kv_heads, 1.0, grad_dtype) for x in sums]
+    return by_token(dq[...], q_heads, 1.0, jnp.float32), *grads

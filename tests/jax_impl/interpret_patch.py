@@ -119,10 +119,11 @@ def _wgmma(self, eqn, token, get_values):
 
 
 def _inline(self, eqn, token, values):
-    """`in_register_order`: pure, so it is done on the values. All other inlined code is ignored."""
-    if eqn.params["mgpu_fn"].__name__ != "rearranged":
+    """`in_register_order` and `in_rows`: pure, so it is done on the values. All other inlined code is ignored."""
+    order = {"rearranged": register_order, "arranged": row_order}.get(eqn.params["mgpu_fn"].__name__)
+    if order is None:
         return _interpret_inline(self, eqn, token, lambda: values)
-    return token, [register_order(values[0])]
+    return token, [order(values[0])]
 
 
 def register_order(x):
@@ -130,6 +131,12 @@ def register_order(x):
     rows, columns = x.shape
     x = x.reshape(rows // 16, 2, 8, columns // 8, 4, 2)  # warp, upper or lower 8 rows, row, columns / 8, thread, 2
     return x.transpose(3, 0, 2, 4, 1, 5).reshape(-1, 256)
+
+
+def row_order(x):
+    """The inverse of `register_order`."""
+    x = x.reshape(-1, 4, 8, 4, 2, 2)  # columns / 8, warp, row, thread, upper or lower 8 rows, 2
+    return x.transpose(1, 4, 2, 0, 3, 5).reshape(64, -1)
 
 
 _RULES = {
