@@ -24,7 +24,7 @@ from parity.matrix import SHAPES
 
 HOLDS_LOGITS = ("naive", "sdpa")
 SHARED = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
-BRIEF = Protocol(samples=3, seconds=0.1, warmups=4)
+BRIEF = Protocol(samples=3, seconds=0.05, warmups=3)
 GLANCE = Protocol(samples=1, least=1, seconds=0.1, warmups=0)
 GROUP = 12  # cells that a job takes at once at most: those of one program, so that it is compiled once
 
