@@ -161,11 +161,14 @@ class Job(base.Job):
         def work(plan=plan):
             plan = place(plan)
             q, k, dout = (_like(plan, side) for side in ("q", "kv", "q"))
-            first = _compile(_forward, plan, q, k, k)
+            lowered = {"forward": _lower(_forward, plan, q, k, k)}
             saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
                 plan.program.mesh, plan.program.spec(TOKENS_AT[x.ndim]))), jax.eval_shape(forward, plan, q, k, k)[1])
-            made = {"forward": first, "backward": _compile(backward, plan, saved, dout)}
-            moved = {which: collective_bytes(compiled.as_text()) for which, compiled in made.items()}
+            lowered["backward"] = _lower(backward, plan, saved, dout)
+            made = {which: _compiled(program) for which, program in lowered.items()}
+            # XLA widens bfloat16 in a CPU's collectives: there what the program asks for is counted
+            moved = {which: collective_bytes(made[which].as_text() if self.stack.on_gpu else program.as_text("hlo"))
+                     for which, program in lowered.items()}
             return made | {"saved": jax.tree.structure(saved), "moved": moved}
 
         leaves, tree = jax.tree.flatten(plan)
@@ -323,9 +326,16 @@ def _forward(plan, q, k, v):
 
 
 def _compile(function: Callable, *arguments):
-    """A compiled program; Agreed("out_of_memory") where some device of this process cannot hold it."""
+    return _compiled(_lower(function, *arguments))
+
+
+def _lower(function: Callable, *arguments) -> jax.stages.Lowered:
     with _lowering:
-        lowered = jax.jit(function).lower(*arguments)
+        return jax.jit(function).lower(*arguments)
+
+
+def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """A compiled program; Agreed("out_of_memory") where some device of this process cannot hold it."""
     compiled = lowered.compile()
     used = compiled.memory_analysis()
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]

@@ -249,3 +249,12 @@ def test_both_stacks_measure_and_agree_on_the_bytes(tmp_path):
     for row in records.read(again):
         assert row["status"] == "ok" and row["check_len"] == 96
         assert row["errors"] == checked[from_record(row["case"]).any_length]["errors"]
+
+
+@pytest.mark.slow
+def test_bytes_of_bfloat16_are_the_schedules_on_a_cpu_too(tmp_path):
+    """XLA hands float32 to a CPU's collectives there."""
+    cases = [Case("jax", "ring", dataclasses.replace(SPEC, dtype="bfloat16"), 2)]
+    context_parallel.Jobs(tmp_path / "rows.jsonl", {"timed": False}, 100.0).run(cases)
+    row, = records.read(tmp_path / "rows.jsonl")
+    assert row["status"] == "ok", row["reason"]
