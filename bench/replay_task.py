@@ -438,10 +438,10 @@ def _shapes(stack, problem: AttentionProblem):
 
 
 def seconds_of(stack, call, protocol: Protocol) -> float:
-    """Median seconds of a call by the stack's timer, with a warm cache; a long call, to which it is nothing, has two
-    samples.
+    """Median seconds of a call by the stack's timer, with a warm cache; a long call, to which it is nothing, has three
+    samples: of two the median is no better than the one that a process which was starting disturbed.
     """
     once = wall(call, stack.finish)
     long = once > LONG_SECONDS
-    protocol = dataclasses.replace(protocol, warmups=0, **({"samples": 2, "least": 2} if long else {}))
+    protocol = dataclasses.replace(protocol, warmups=0, **({"samples": 3, "least": 3} if long else {}))
     return measure(stack.sampler(lambda _: call(), long), protocol).median
