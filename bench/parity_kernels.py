@@ -22,6 +22,7 @@ from parity.budgets import cross_budget
 from parity.compare import errors, over_budget
 from parity.matrix import SHAPES
 
+TIMED_TOGETHER = 6  # cells of a job that are timed at a turn at most: all others wait
 HOLDS_LOGITS = ("naive", "sdpa")
 SHARED = tuple(name for name in options.KERNELS["jax"] if name in options.KERNELS["torch"])
 BRIEF = Protocol(samples=3, seconds=0.05, warmups=3)
@@ -193,13 +194,8 @@ class Run:
         on_gpu, to_time = engine.on_gpu(workers, self._deadline), []
         while not self._rows.over:
             group = self._take(timed=True)
-            if not group and to_time:
-                with self._turns.alone():  # others go on building
-                    for cell, row in to_time:
-                        if not self._rows.over:
-                            ask = functools.partial(clock, cell, workers, BRIEF, self._patience)
-                            self._rows.write(cell, row | in_turns(ask))
-                to_time.clear()
+            if not group:
+                self._time(to_time, workers)
             group = group or self._take(timed=False)
             if not group:
                 return
@@ -216,8 +212,20 @@ class Run:
                         for stack in STACKS:  # the first timing compiles
                             clock(cell, workers, GLANCE, self._patience, stack)
                     to_time.append((cell, row))
+                    if len(to_time) == TIMED_TOGETHER:
+                        self._time(to_time, workers)
                 else:
                     self._rows.write(cell, row)
+
+    def _time(self, cells: list[tuple[Cell, dict[str, Any]]], workers: engine.Workers) -> None:
+        """Times cells and writes their rows, as far as the time suffices; leaves none of them."""
+        if cells:
+            with self._turns.alone():  # others go on building
+                for cell, row in cells:
+                    if not self._rows.over:
+                        ask = functools.partial(clock, cell, workers, BRIEF, self._patience)
+                        self._rows.write(cell, row | in_turns(ask))
+        cells.clear()
 
     def _take(self, timed: bool) -> tuple[Cell, ...]:
         """The next group, of those to be timed or of the others; none where there is none."""
