@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench import parity_status
+from bench import options, parity_status
 from bench.report import aggregate, page, tables
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
+from workload.topology import SCHEMES
 
 Row = dict[str, Any]
 HEAD = ("kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
@@ -71,8 +72,9 @@ def _matrix(found: Sequence[Row]) -> str:
         what = row["case"].get("scheme", what)
         cells.setdefault((what, mask), []).append(row)
     masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask in cells)]
+    order = {name: n for n, name in enumerate((*options.ALL_KERNELS, *SCHEMES))}
     body = [[what, *(_cell(cells.get((what, mask), [])) for mask in masks)]
-            for what in dict.fromkeys(what for what, _ in cells)]
+            for what in sorted(dict.fromkeys(what for what, _ in cells), key=lambda what: order.get(what, len(order)))]
     return page.table(["", *(m.replace("_", "_|") for m in masks)], body)
 
 
@@ -90,16 +92,45 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _throughput(ran: Sequence[Row]) -> str:
-    """Ratios of the timed rows: kernel by mask and pass."""
+    """Ratios of the timed rows: kernels a line a problem, both passes; schemes by mask."""
     timed = [row for row in ran if row.get("throughput_ratio")]
-    if not timed:
+    lines: dict[tuple[str, ...], dict[str, Row]] = {}
+    grids: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in timed:
+        what, mask, tokens, which, dtype = tables.parity_names(row)
+        if "scheme" in row["case"]:
+            case = row["case"]
+            title = f"{case['world']} ranks, {tokens} tokens, {aggregate.shape_of(case['spec'])}, {dtype}"
+            grids.setdefault(title, {})[case["scheme"], mask] = row
+        else:
+            line = what, mask, tokens, aggregate.shape_of(row["case"]), dtype
+            lines.setdefault(line, {})[which] = row
+    parts = []
+    if lines:
+        order = {kernel: n for n, kernel in enumerate(options.ALL_KERNELS)}
+        body = [[*line, *(_times(lines[line].get(which)) for which in PASSES)]
+                for line in sorted(lines, key=lambda line: (order.get(line[0], len(order)), line[1:]))]
+        parts.append(
+            "<h3>Throughput, JAX over PyTorch</h3><p class='soft'>Timed in turns on one card; above 1 JAX is faster; "
+            "behind it ms of JAX, ms of PyTorch. Under one name stand different programs: ours, or a library's.</p>"
+            + page.table(["kernel", "mask", "tokens", "shape", "dtype", *PASSES], body))
+    for title, cells in grids.items():
+        masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask in cells)]
+        body = [[scheme, *(_times(cells.get((scheme, mask))) for mask in masks)]
+                for scheme in dict.fromkeys(scheme for scheme, _ in cells)]
+        parts.append(
+            f"<h3>Schemes, JAX over PyTorch: {page.esc(title)}</h3><p class='soft'>Both passes of the slowest rank, in "
+            "turns, wall time: short calls tell of the host. Behind the ratio ms of JAX, ms of PyTorch.</p>"
+            + page.table(["scheme", *(m.replace("_", "_|") for m in masks)], body))
+    return "".join(parts)
+
+
+def _times(row: Row | None) -> str:
+    """The ratio of a timed row, and the milliseconds of both stacks."""
+    if row is None:
         return ""
-    body = [[*tables.parity_names(row), *(f"{row['seconds'][stack] * 1e3:.3f}" for stack in ("jax", "torch")),
-             tables.ratio(row)] for row in timed]
-    note = ("<h3>Throughput, JAX over PyTorch</h3><p class='soft'>Timed in turns on one card; above 1 JAX is faster. "
-            "Under one name stand different programs: ours, or a library's.</p>")
-    head = ["kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX ms", "PyTorch ms", "JAX / PyTorch"]
-    return note + page.table(head, body)
+    jax, torch = (row["seconds"][stack] * 1e3 for stack in ("jax", "torch"))
+    return f"{tables.ratio(row)} ({jax:.3g}, {torch:.3g})"
 
 
 def _names(found: Sequence[aggregate.Entry]) -> str:

@@ -10,11 +10,12 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from bench import compare, engine, rates
+from bench import compare, engine, parity_kernels, parity_schemes, rates
 from bench.cases import Case, ProblemSpec
-from bench.report import aggregate, choice, page, pictures, tables
+from bench.report import aggregate, choice, page, parity, pictures, tables
 from bench.report.write import write_report
 from bench.timing import Timing
+from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
 FLOPS, PEAK = 10**9, 1e12
@@ -147,6 +148,19 @@ def test_a_floor_may_be_memory():
     entry = aggregate.entries(rows)[0]
     assert entry.bound == "memory" and entry.floor == pytest.approx(10**6 / 1e8)
     assert "10 x its floor" not in aggregate.cause(entry) and "128-tiles hold 1.40 x" in aggregate.cause(entry)
+
+
+def test_ratios_of_both_passes_stand_in_a_line_and_those_of_schemes_by_mask():
+    kernels = parity_kernels.cells(["flashmask"], ["causal"], ["long"], PASSES, 0)
+    schemes = parity_schemes.cells(["usp"], ["full", "causal"], [2], ["zigzag"], "ranks_long", 0)
+    rows = [engine.new_row(cell.key, "parity", cell.of("jax") | {"shape": cell.shape}, {})
+            | {"seconds": {"jax": 1e-3, "torch": 1e-3 * n}, "throughput_ratio": float(n)}
+            | {"errors": {"jax": {"out": 0.1}}, "budget": {"out": 1.0}}
+            for n, cell in enumerate([*kernels, *schemes], 1)]
+    text = parity.section(rows)
+    assert "<td>1.00 (1, 1)</td><td>2.00 (1, 2)</td></tr>" in text
+    assert "<td>usp</td><td>3.00 (1, 3)</td><td>4.00 (1, 4)</td></tr>" in text
+    assert "4 agree, 1,626 not run" in text
 
 
 def test_an_inlined_picture_has_text_and_short_numbers():
