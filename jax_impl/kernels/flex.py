@@ -204,8 +204,6 @@ class Traced(Policy):
     column_tokens: int = dataclasses.field(metadata={"static": True})
     transposed: bool = dataclasses.field(metadata={"static": True})
 
-    one_walk = True
-
     @property
     def changes_scores(self):
         """Whether there is a score_mod."""
@@ -222,15 +220,12 @@ class Traced(Policy):
 
     @property
     def orders_blocks(self):
-        """Whether `block` says which thread block of a key-major pass comes when."""
+        """Whether `share` says what thread blocks do."""
         return self.tiles.orders_blocks
-
-    def block(self, refs, number):
-        return self.tiles.block(refs, number)
 
     @property
     def share_blocks(self):
-        """Thread blocks of a forward whose blocks are ordered."""
+        """Thread blocks, where they are ordered."""
         return self.tiles.share_blocks
 
     def share(self, refs, block, field):

@@ -1,6 +1,7 @@
 """The key-major backward pass on Hopper: dk and dv in registers, dq added to device memory, five products a tile.
 
-A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
+A thread block takes several items, tiles of keys of a kv head, one after the other; the loads of the next run under the
+last one's end. Its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
 their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
 memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
 (FlashAttention-3's backward, Shah et al., 2024, appendix B.1). lse and delta are added to the logits and their
@@ -18,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_impl.kernels.hopper_add import PART, ROWS, add, add_by_parts, by_token, register_shape
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
@@ -29,10 +31,11 @@ from jax_impl.kernels.hopper_forward import (
     value_tiles,
 )
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
+from jax_impl.kernels.hopper_order import blocks_of, item_number, items_of_block
 from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
-ROWS = 64
+APART = 16  # query tiles among which thread blocks that run side by side begin a walk of the same ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,8 @@ class BackwardTiles:
         common order and should stay in the cache.
       split: thread blocks among which the query heads of a tile's group are divided; they add to float32 dk and dv.
         Not in the deterministic form.
+      items: key tiles of a thread block, at least, where there are enough of them for all processors.
+      processors: of the GPU.
     """
 
     columns: int = 64
@@ -54,6 +59,8 @@ class BackwardTiles:
     registers: tuple[int, int] = (240, 24)
     side: int | None = None
     split: int = 1
+    items: int = 4
+    processors: int = 132
 
     @property
     def row_tokens(self) -> int:
@@ -75,14 +82,15 @@ def key_major(
       grad_dtype: of dk and dv.
       total: dq of other keys, as this function returns it, that this one is added to.
 
-    Returns: (dq float32 [batch, q_len padded to whole tiles, q_heads, head_dim], or None), dk, dv.
+    Returns: (dq as `by_token` takes it, float32 [batch, q_heads * tiles of 64 queries, *register_shape(head_dim)], or
+    None), dk, dv.
     """
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     padded, columns, grad_dtype = round_up(kv_len, tiles.row_tokens), tiles.columns, jnp.dtype(grad_dtype)
     side = math.gcd(tiles.side or kv_heads, kv_heads)
     split = math.gcd(tiles.split, q_heads // kv_heads) if with_dq else 1
-    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, kv_heads,
+    kernel = _KeyMajor(policy, tiles, scale, batch, q_heads // kv_heads, split, dim, side, kv_heads,
                        padded // tiles.row_tokens, q.dtype, grad_dtype, with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
@@ -93,7 +101,9 @@ def key_major(
         "q_s": shared_tile((stages, columns, dim), dtype),
         "do_s": shared_tile((stages, columns, dim), dtype),
         "statistics_s": shared_tile((stages, columns, TERMS), jnp.bfloat16),
+        "ds_s": shared_tile((2, columns // ROWS, tiles.row_tokens, ROWS), dtype),  # dS; dk and dv on their way out
         "kv_ready": bar(num_arrivals=2),
+        "kv_free": bar(num_arrivals=CONSUMERS),
         "column_s": plgpu.SMEM((stages,), jnp.int32),
         "values_s": value_tiles(policy, tiles),
         "q_ready": bar(num_arrivals=3 + policy.changes_scores + policy.values, num_barriers=stages),
@@ -106,27 +116,31 @@ def key_major(
     buffers = []
     if with_dq:
         scratch |= {
-            "ds_s": shared_tile((2, tiles.row_tokens, columns), dtype),
-            "sum_s": shared_tile((CONSUMERS, *kernel.part), jnp.float32),
+            "sum_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
             "ds_ready": bar(num_arrivals=CONSUMERS),
         }
-        if total is None:
-            total = jnp.zeros((batch, round_up(q_len, columns), q_heads, dim), jnp.float32)
-        sums = [jnp.zeros(grad.shape, jnp.float32) for _ in range(2 if split > 1 else 0)]
+
+        def cleared(rows: int):
+            return jnp.zeros((batch, rows // ROWS, *register_shape(dim)), jnp.float32)
+
+        total = cleared(q_heads * round_up(q_len, columns)) if total is None else total
+        sums = [cleared(kv_heads * padded) for _ in range(2 if split > 1 else 0)]
         buffers = [jax.new_ref(x) for x in (total, *sums)]
     grads = plgpu.kernel(
         kernel.body,
         out_type=[grad, grad] if split == 1 else [],
         scratch_types=scratch,
-        grid=(batch, kv_heads * split * kernel.places),
-        grid_names=("batch", "block"),
+        grid=(kernel.blocks,),
+        grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_key_major",
     )(q, k, v, dout, lse, sums_of_terms, *buffers, *policy.operands())
     dq, *sums = (x[...] for x in buffers) if with_dq else (None,)
-    return dq, *(x[:, :kv_len].astype(grad_dtype) for x in sums or grads)
+    if sums:
+        grads = [by_token(x, kv_heads, factor, grad_dtype) for x, factor in zip(sums, (scale, 1.0), strict=True)]
+    return dq, *(x[:, :kv_len] for x in grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +150,7 @@ class _KeyMajor:
     policy: Policy
     tiles: BackwardTiles
     scale: float
+    batch: int
     group: int
     split: int
     dim: int
@@ -147,50 +162,66 @@ class _KeyMajor:
     with_dq: bool
 
     @property
-    def part(self) -> tuple[int, int]:
-        """What a warpgroup computes of a tile's dq: half of its columns, or half of its rows where there are 128."""
-        halves = self.tiles.columns // ROWS
-        return (ROWS, self.dim if halves == 2 else self.dim // 2)
+    def by_rows(self) -> bool:
+        """Whether a warpgroup computes half of the rows of a tile's dq, of which there are 128, or of its features."""
+        return self.tiles.columns == CONSUMERS * ROWS
 
     def body(self, q_g, k_g, v_g, do_g, lse_g, statistics_g, *refs, **scratch):
-        """One thread block: a tile of keys of one kv head, over all query heads of its group."""
+        """One thread block: a few items, a tile of keys of one kv head each, over some of its group's query heads."""
         refs = list(refs)
         dq_g = refs.pop(0) if self.with_dq else None
         if self.split > 1:
             dk_g, dv_g, *mask_refs = refs
         else:
             *mask_refs, dk_g, dv_g = refs
-        first, tile = self._block(mask_refs)
         s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
-        walk = _Walk(self, mask_refs, first, tile)
         warpgroup = lax.axis_index("warpgroup")
-        # Where parts are added a block that visits nothing has nothing to do; elsewhere it writes zeros.
-        works = walk.steps() > 0 if self.split > 1 else True
-        pl.when((warpgroup == CONSUMERS) & works)(lambda: _produce(self, s, walk))
+        if self.policy.orders_blocks:
+            items = self.policy.share(mask_refs, lax.axis_index("block"), 0)
+        else:
+            items = items_of_block(self.items, self.blocks)
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, mask_refs, items))
 
-        @pl.when((warpgroup < CONSUMERS) & works)
+        @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
-            _Consumer(self, s, walk, warpgroup).run()
 
-    def _block(self, mask_refs):
-        """(first query head, key tile) of this thread block."""
-        number = lax.axis_index("block")
+            def item(n, step):
+                return _Consumer(self, s, self.walk(mask_refs, n), warpgroup).run(step)
+
+            lax.fori_loop(0, items, item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @property
+    def items(self) -> int:
+        """Of all thread blocks."""
+        return self.batch * self.places * self.split * self.kv_heads
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+        return self.policy.share_blocks if self.policy.orders_blocks else blocks_of(self.items, self.tiles)
+
+    def walk(self, mask_refs, n) -> "_Walk":
+        """What a block's n-th item visits: as the policy says, or heads side by side, then heaviest tiles."""
         if self.policy.orders_blocks:
-            number, kv_head = split_number(self.policy.block(mask_refs, number), self.kv_heads)
+            number, kv_head = split_number(self.policy.share(mask_refs, lax.axis_index("block"), n + 1), self.kv_heads)
+            number, batch = split_number(number, self.batch)
             place, part = split_number(number, self.split)
         else:
-            number, side = split_number(number, self.side)
+            number, side = split_number(item_number(n, self.blocks), self.side)
             number, place = split_number(number, self.places)
-            section, part = split_number(number, self.split)
+            number, part = split_number(number, self.split)
+            batch, section = split_number(number, self.kv_heads // self.side)
             kv_head = section * self.side + side
-        first = Head(lax.axis_index("batch"), kv_head * self.group + part * (self.group // self.split), kv_head)
-        return first, place if self.policy.orders_blocks else self.policy.row_tile(mask_refs, first, place)
+        first = Head(batch, kv_head * self.group + part * (self.group // self.split), kv_head)
+        tile = place if self.policy.orders_blocks else self.policy.row_tile(mask_refs, first, place)
+        return _Walk(self, mask_refs, first, tile)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """The (query head, query tile) pairs that a tile of keys visits, head by head."""
+    """The (query head, query tile) pairs that a tile of keys visits, head by head; all heads visit the same tiles."""
 
     kernel: _KeyMajor
     refs: list
@@ -201,43 +232,32 @@ class _Walk:
         """The g-th query head of this block's share of the group."""
         return Head(self.first.batch, self.first.q + g, self.first.kv)
 
-    @property
-    def heads(self) -> int:
-        """Query heads of this block's share of the group."""
-        return self.kernel.group // self.kernel.split
+    def _apart(self, walk, n):
+        """Full step n of a walk that begins a few tiles later than that of the tile of keys before: what blocks add
+        side by side should not all go to the same rows of dq."""
+        full = walk.total - walk.partial
+        turned = n + jnp.minimum(lax.rem(self.tile, jnp.int32(APART)), full)
+        return jnp.where(turned >= walk.total, turned - full, turned)
 
-    def steps(self):
-        """How many pairs there are, or as many as the first head has where all have as many."""
-        policy = self.kernel.policy
-        if policy.one_walk:
-            return policy.walk(self.refs, self.first, self.tile).total
-        return sum(policy.walk(self.refs, self.head(g), self.tile).total for g in range(self.heads))
-
-    def each(self, visit, carry):
+    def each(self, visit, carry, start):
         """Folds visit(step, index of the query tile as a function, head, masked, carry) -> carry over all pairs.
 
-        step counts over all heads. Returns (the number of steps, carry).
+        step counts from start on over all heads. Returns (the step after the last, carry).
         """
-
-        policy = self.kernel.policy
-        shared = policy.walk(self.refs, self.first, self.tile) if policy.one_walk else None
+        walk = self.kernel.policy.walk(self.refs, self.first, self.tile)
 
         def one_head(g, state):
             base, carry = state
-            head = self.head(g)
-            walk = shared or policy.walk(self.refs, head, self.tile)
 
             def step(masked, n, carry):
-                return visit(base + n, lambda: walk.column(n), head, masked, carry)
+                column = lambda: walk.column(n if masked else self._apart(walk, n))  # noqa: E731
+                return visit(base + n, column, self.head(g), masked, carry)
 
             carry = lax.fori_loop(0, walk.partial, functools.partial(step, True), carry)
             carry = lax.fori_loop(walk.partial, walk.total, functools.partial(step, False), carry)
             return base + walk.total, carry
 
-        # Of a loop of one turn ptxas keeps less in uniform registers, a tenth more instructions a step: so that none is
-        # seen to be one, the tile's sign, which is always 0, is added to the number of turns.
-        heads = self.heads + lax.shift_right_logical(self.tile, jnp.int32(31))
-        return lax.fori_loop(0, heads, one_head, (jnp.int32(0), carry))
+        return lax.fori_loop(0, self.kernel.group // self.kernel.split, one_head, (start, carry))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,22 +278,35 @@ class _Scratch:
     q_s: jax.Ref
     do_s: jax.Ref
     statistics_s: jax.Ref
+    ds_s: jax.Ref
     column_s: jax.Ref
     values_s: list[jax.Ref]
     kv_ready: jax.Ref
+    kv_free: jax.Ref
     q_ready: jax.Ref
     do_ready: jax.Ref
     q_free: jax.Ref
     do_free: jax.Ref
     lse_s: jax.Ref | None = None
-    ds_s: jax.Ref | None = None
     sum_s: jax.Ref | None = None
     ds_ready: jax.Ref | None = None
 
 
-def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
-    """Loads the keys and values once, then keeps the rings of queries and douts full."""
+def _produce(kernel: _KeyMajor, s: _Scratch, mask_refs, items):
+    """Loads the keys and values of each item once, and keeps the rings of queries and douts full."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
+
+    def item(n, step):
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(s.kv_free))
+        return _load_item(kernel, s, kernel.walk(mask_refs, n), step)
+
+    total = lax.fori_loop(0, items, item, jnp.int32(0))
+    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(s.kv_free))
+
+
+def _load_item(kernel: _KeyMajor, s: _Scratch, walk: _Walk, start):
+    """Loads an item, whose first step is `start`; returns the step after its last."""
     stages, batch = jnp.int32(kernel.tiles.stages), walk.first.batch
     keys = pl.ds(walk.tile * kernel.tiles.row_tokens, kernel.tiles.row_tokens)
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
@@ -293,8 +326,12 @@ def _produce(kernel: _KeyMajor, s: _Scratch, walk: _Walk):
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
 
-    total, _ = walk.each(load, None)
-    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
+    return walk.each(load, None, start)[0]
+
+
+def _half(step):
+    """Which of the two buffers of dS a step uses."""
+    return lax.rem(step, jnp.int32(2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,61 +343,83 @@ class _Consumer:
     walk: _Walk
     warpgroup: jax.Array
 
-    def run(self):
-        """Runs all steps and writes dk and dv."""
+    def run(self, start):
+        """Runs all steps of an item from `start` on and writes dk and dv; returns the step after the last."""
         s, kernel, dim = self.s, self.kernel, self.kernel.dim
         plgpu.barrier_wait(s.kv_ready)
         accumulator = plgpu.ACC((ROWS, dim), jnp.float32)
-        dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
+        dk, dv, end = pl.run_scoped(functools.partial(self._all_steps, start), accumulator, accumulator)
+        if kernel.split > 1:
+            tile = (self.walk.first.kv * kernel.places + self.walk.tile) * CONSUMERS + self.warpgroup
+            for grad, gmem in ((dk, s.dk_g), (dv, s.dv_g)):
+                add_by_parts(grad, self._staging, gmem.at[self.walk.first.batch, tile])
+            return end
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
-        if kernel.with_dq and kernel.split == 1:  # the other warpgroup's last dq reads these keys too
+        if kernel.with_dq:  # the other warpgroup's last dq reads what they are staged in
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
-        grads = ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g))
-        for grad, staging, gmem in grads:
+        for number, (grad, gmem) in enumerate(((dk * kernel.scale, s.dk_g), (dv, s.dv_g))):
             target = gmem.at[self.walk.first.batch, keys, self.walk.first.kv]
-            if kernel.split > 1:
-                self._add_features(grad, target)
-            elif kernel.grad_dtype.itemsize == 2:
-                staging[self._rows] = grad.astype(kernel.grad_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging.at[self._rows], target)
+            if kernel.grad_dtype.itemsize == 2:
+                self._write(grad.astype(kernel.grad_dtype), target, number)
             else:
                 target[...] = grad
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return end
+
+    def _write(self, grad, target, number: int):
+        """Writes the number-th [keys, head_dim] tile of an item to device memory, by way of the buffers of dS."""
+        parts = self.kernel.dim // PART
+        for part in range(parts):
+            staging = self.s.ds_s.at[(number * parts + part) % 2, 0, self._rows]
+            if number * parts + part > 1:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            staging[...] = grad[:, part * PART : (part + 1) * PART]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(part * PART, PART)])
+
+    @property
+    def _staging(self):
+        """Where it stages what it adds to device memory."""
+        return self.s.sum_s.at[self.warpgroup]
 
     @property
     def _rows(self):
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
-    def _all_steps(self, dk_ref, dv_ref):
+    def _all_steps(self, start, dk_ref, dv_ref):
+        s, step = self.s, functools.partial(self._step, dk_ref, dv_ref)
         if not self.kernel.with_dq:
-            self.walk.each(functools.partial(self._step, dk_ref, dv_ref), None)
-            return dk_ref[...], dv_ref[...]
+            end, _ = self.walk.each(step, None, start)
+            dk, dv = dk_ref[...], dv_ref[...]
+            plgpu.barrier_arrive(s.kv_free)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return dk, dv, end
         # dq of a step is computed in the next one, so that no warpgroup waits for the other's dS of the same step.
-        # Step -1 has dS = 0 and adds nothing, to the first query tile of the first head.
-        s, columns = self.s, self.kernel.tiles.columns
-        s.ds_s[1, self._rows] = plgpu.layout_cast(jnp.zeros((ROWS, columns), self.kernel.dtype), TILE)
+        # The step before the first has dS = 0 and adds nothing, to the first query tile of the first head.
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.kernel.tiles.columns), self.kernel.dtype), TILE)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
+        self._store_ds(_half(start + 1), zeros)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s.ds_ready)
-        before = (jnp.int32(0), self.walk.first.q)
-        steps, before = self.walk.each(functools.partial(self._step, dk_ref, dv_ref), before)
+        end, before = self.walk.each(step, (jnp.int32(0), self.walk.first.q), start)
         plgpu.barrier_wait(s.ds_ready)
 
         def last(dq_ref):
-            self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
-            self._add_dq(dq_ref[...], before)
+            self._issue_dq(dq_ref, _half(end + 1))
+            dq = dq_ref[...]
+            plgpu.barrier_arrive(s.kv_free)
+            self._add_dq(dq, before)
 
-        pl.run_scoped(last, plgpu.ACC(self.kernel.part, jnp.float32))
-        return dk_ref[...], dv_ref[...]
+        pl.run_scoped(last, plgpu.ACC((ROWS, PART), jnp.float32))
+        return dk_ref[...], dv_ref[...], end
 
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
-        p, ds = self._gradient(masked, slot, head)
+        p, ds = self._gradient(masked, step, slot, head)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
-            half = lax.rem(step, jnp.int32(2))
+            half = _half(step)
         plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
         if kernel.with_dq:
             plgpu.barrier_wait(s.ds_ready)  # the step before: the other's dS is there, what it replaces is read
@@ -370,39 +429,43 @@ class _Consumer:
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
-                s.ds_s[half, self._rows] = ds
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the addition before has read its tile
+                self._store_ds(half, ds)
                 plgpu.commit_smem()
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
             if kernel.with_dq:
                 plgpu.barrier_arrive(s.ds_ready)
-                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
+                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before, None)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.q_free.at[slot])
 
         if not kernel.with_dq:
             products()
             return before
-        pl.run_scoped(products, plgpu.ACC(kernel.part, jnp.float32))
+        pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32))
         return here
 
-    def _gradient(self, masked: bool, slot, head):
+    def _gradient(self, masked: bool, step, slot, head):
         """Probabilities and gradients of the logits, [keys, queries], in the operands' dtype."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         vectors = s.statistics_s.at[slot].transpose((1, 0))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
+        # As far as the compiler can tell it depends on the step (whose sign is always 0): held over all steps, the
+        # descriptors of all these operands would take more registers than there are.
+        mine = pl.ds((self.warpgroup + lax.shift_right_logical(step, jnp.int32(31))) * ROWS, ROWS)
         # A barrier's wait is a loop: accumulators that begin behind it begin as zeros of their first product.
         plgpu.barrier_wait(s.q_ready.at[slot])
 
         def logits_of(s_ref):
-            plgpu.wgmma(s_ref, s.k_s.at[self._rows], s.q_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(s_ref, s.k_s.at[mine], s.q_s.at[slot].transpose((1, 0)))
             if not policy.changes_scores:
                 plgpu.wgmma(s_ref, ones(0), vectors)
             plgpu.barrier_wait(s.do_ready.at[slot])
             return pl.run_scoped(functools.partial(gradients_of, s_ref), tile)
 
         def gradients_of(s_ref, dp_ref):
-            plgpu.wgmma(dp_ref, s.v_s.at[self._rows], s.do_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(dp_ref, s.v_s.at[mine], s.do_s.at[slot].transpose((1, 0)))
             plgpu.wgmma(dp_ref, ones(1), vectors)
             key0 = self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS
             place = Place(key0, jnp.int32(0), ROWS, kernel.tiles.columns)
@@ -426,35 +489,23 @@ class _Consumer:
 
         return pl.run_scoped(logits_of, tile)
 
+    def _store_ds(self, half, ds):
+        for part in range(self.kernel.tiles.columns // ROWS):
+            self.s.ds_s[half, part, self._rows] = ds[:, part * ROWS : (part + 1) * ROWS]
+
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""
-        s, (_, columns) = self.s, self.kernel.part
-        ds_s = s.ds_s.at[half]
-        if columns == self.kernel.dim:
-            plgpu.wgmma(dq_ref, ds_s.at[:, pl.ds(self.warpgroup * ROWS, ROWS)].transpose((1, 0)), s.k_s)
+        s = self.s
+        if self.kernel.by_rows:
+            plgpu.wgmma(dq_ref, s.ds_s.at[half, self.warpgroup].transpose((1, 0)), s.k_s)
         else:
-            features = pl.ds(self.warpgroup * columns, columns)
-            plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), s.k_s.at[:, features])
+            features = pl.ds(self.warpgroup * PART, PART)
+            plgpu.wgmma(dq_ref, s.ds_s.at[half, 0].transpose((1, 0)), s.k_s.at[:, features])
 
-    def _add_dq(self, dq, where):
+    def _add_dq(self, dq, where, pending: int | None = 0):
         """Adds it to device memory; where: (query tile, query head)."""
-        (rows, columns), (tile, q_head) = self.kernel.part, where
-        queries, features = tile * self.kernel.tiles.columns, pl.ds(0, columns)
-        if columns == self.kernel.dim:
-            queries = queries + self.warpgroup * ROWS
-        else:
-            features = pl.ds(self.warpgroup * columns, columns)
-        self._add(dq, self.s.dq_g.at[self.walk.first.batch, pl.ds(queries, rows), q_head, features])
-
-    def _add_features(self, x, target):
-        """Adds a [keys, head_dim] tile to device memory, as many features at a time as are staged."""
-        columns = self.kernel.part[1]
-        for first in range(0, self.kernel.dim, columns):
-            self._add(x[:, first : first + columns], target.at[:, pl.ds(first, columns)])
-
-    def _add(self, x, target):
-        staging = self.s.sum_s.at[self.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the addition before has read its tile
-        staging[...] = x
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+        (tile, q_head), rows = where, register_shape(PART)[0]
+        tile, features = (CONSUMERS * tile + self.warpgroup, 0) if self.kernel.by_rows else (tile, self.warpgroup)
+        tiles = self.s.dq_g.shape[1] // self.s.q_g.shape[2]
+        target = self.s.dq_g.at[self.walk.first.batch, q_head * tiles + tile, pl.ds(features * rows, rows)]
+        add(dq, self._staging, target, pending)

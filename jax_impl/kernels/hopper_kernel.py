@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_impl.kernels import hopper_masks, hopper_order
 from jax_impl.kernels.base import Running
+from jax_impl.kernels.hopper_add import by_token
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
 from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, heads_side_by_side, round_up
@@ -103,8 +104,9 @@ def build(problem: AttentionProblem, query_rows: Callable, key_rows: Callable, t
         return hopper_order.shares(problem.batch, problem.q_heads, side, t.processors, waves, weight)
 
     def key_order(weight):
-        by_key = problem.mask.transpose()
-        return hopper_order.block_order(by_key, tiles.key_major.row_tokens, problem.kv_heads, parts, weight)
+        k, number = tiles.key_major, problem.batch * problem.kv_heads * parts * len(weight)
+        return hopper_order.key_shares(problem.mask.transpose(), k.row_tokens, problem.batch, problem.kv_heads, parts,
+                                       problem.group // parts, k.processors, waves_of(number, k), weight)
 
     query_major = query_rows(tiles.query_major.row_tokens, tiles.query_major.columns, None) if deterministic else None
     forward = query_rows(t.row_tokens, t.columns, forward_order)
@@ -203,7 +205,7 @@ def _backward(total, q, k, v, lse, dout, operands, scale, delta, grad_dtype=jnp.
 
 def _gradient(dq, q, scale, grad_dtype=jnp.float32):
     _, scale, sign = _positive_scale(q, scale)
-    return (dq * (scale * sign)).astype(grad_dtype)[:, : q.shape[1]]
+    return by_token(dq, q.shape[2], scale * sign, grad_dtype)[:, : q.shape[1]]
 
 
 # ---- keys that come block by block ---------------------------------------------------------------
