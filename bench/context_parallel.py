@@ -87,6 +87,8 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
             for case in cp.cases_of(values, stack, spec, world):
                 out += [dataclasses.replace(case, travel=travel, head_groups=n)
                         for n in groups if n == 1 or case.scheme in cp.GROUPED]
+    if not out:
+        raise ValueError(f"--head_groups: only {' and '.join(cp.GROUPED)} take more than 1")
     for case in {(c.scheme, c.world, c.head_groups, c.spec.mask in DYNAMIC_MASKS): c for c in out}.values():
         if case.head_groups > 1:
             cp.check_head_groups(case)

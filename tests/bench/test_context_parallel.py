@@ -197,6 +197,7 @@ def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flag,words", [
     ("--worlds=0", "--worlds: '0' is no positive number"), ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
     ("--inside", "--inside: jax times no step alone"),
+    ("--head_groups=2 --schemes=ring", "--head_groups: only ulysses and all_gather take more than 1"),
     ("--head_groups=3", "--head_groups: ulysses: head_groups 3: a rank has 4 kv heads, on 2 ranks"),
     ("--head_groups=2 --masks=uniform_block", "--head_groups: ulysses: head_groups 2: the mask differs by head"),
 ])
