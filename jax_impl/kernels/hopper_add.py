@@ -1,7 +1,8 @@
 """Float32 tiles on their way to sums in device memory, in the order in which a warpgroup's registers hold them.
 
-A tile of 64 rows lies there as the threads do, four numbers each, so that it is staged without conflicts and added as
-one run of memory. `by_token` brings such tiles back into rows and columns.
+A tile of 64 rows lies there warp by warp and in a warp as its threads do, four numbers each. It is staged without
+conflicts, and each warp adds what its threads staged as one run of memory: none waits for another one. `by_token`
+brings such tiles back into rows and columns.
 """
 
 import jax
@@ -10,77 +11,107 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from jax_impl.kernels.hopper_forward import COMPILER, shared_tile
+from jax_impl.kernels.hopper_inline import fence, warp_sync
 from jax_impl.kernels.hopper_masks import TILE
 
 ROWS = 64
-THREADS = 128
-RUN = 256  # numbers of a row of the rearranged tile
-PART = 64  # columns that are staged at a time
+PART = 64  # columns of a tile in this order: as many as are staged at a time
+WARPS = 4
+CHUNKS = 8  # rows of a warp's share in this order
+RUN = 128  # numbers of such a row: four of each thread
+# of which axes are warps, threads, numbers of one
+LAYOUT = fragmented_array.Tiling(((WARPS * CHUNKS, RUN), (CHUNKS, RUN), (4,))), (-5,), (-2,), -1
 
 
 def register_shape(columns: int) -> tuple[int, int]:
-    """Shape of a tile of 64 rows in the order of registers."""
-    return ROWS * columns // RUN, RUN
-
-
-def _strided(shape):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+    """Shape of a tile of 64 rows in the order of registers, one PART of its columns after the other."""
+    return columns // PART * WARPS * CHUNKS, RUN
 
 
 def in_register_order(x: jax.Array) -> jax.Array:
-    """float32 [64, columns] in wgmma's layout as `register_shape(columns)`: no number leaves its register."""
-    shape = register_shape(x.shape[1])
+    """float32 [64, PART] in wgmma's layout as `register_shape(PART)`: no number leaves its register."""
+    shape, layout = register_shape(PART), plgpu.Layout.TILED(*LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _strided(shape)))
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout))
     def rearranged(ctx, x):
         del ctx
         pairs = list(x.registers.flat)  # neighbours in a row: row r, row r + 8, then the next eight columns
-        assert len(pairs) == x.shape[1] // 4 and ir.VectorType(pairs[0].type).shape == [2]
+        assert len(pairs) == 2 * CHUNKS and ir.VectorType(pairs[0].type).shape == [2]
         fours = [vector.shuffle(a, b, [0, 1, 2, 3]) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
-        return mosaic.FragmentedArray(
-            _registers=np.array(fours, dtype=object), _layout=mosaic.WGStridedFragLayout(shape, 4), _is_signed=None)
+        return _fragments(fours, mosaic.TiledLayout(*LAYOUT), shape)
 
     return rearranged(x)
 
 
 def in_rows(x: jax.Array) -> jax.Array:
     """The inverse of `in_register_order`."""
-    shape = ROWS, x.size // ROWS
+    shape, layout = (ROWS, PART), plgpu.Layout.TILED(*LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(_strided(x.shape),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))
     def arranged(ctx, x):
         del ctx
-        fours, layout = list(x.registers.flat), mosaic.WGMMA_LAYOUT
+        fours = list(x.registers.flat)
         assert ir.VectorType(fours[0].type).shape == [4]
-        pairs = np.array([vector.shuffle(a, a, half) for a in fours for half in ([0, 1], [2, 3])], dtype=object)
-        return mosaic.FragmentedArray(
-            _registers=pairs.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None)
+        pairs = [vector.shuffle(a, a, half) for a in fours for half in ([0, 1], [2, 3])]
+        return _fragments(pairs, mosaic.WGMMA_LAYOUT, shape)
 
     return arranged(x)
 
 
+def _fragments(registers, layout, shape):
+    registers = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
 def add(x: jax.Array, staging, target, pending: int | None = 0):
-    """Adds float32 [64, columns] in wgmma's layout to device memory, by way of `staging` of its `register_shape`.
+    """Adds float32 [64, PART] in wgmma's layout to device memory, by way of `staging` of `register_shape(PART)`.
 
     pending: younger additions than the one that last used this staging; None where that one was waited for.
     """
     if pending is not None:
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        wait(pending)
     staging[...] = in_register_order(x)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+    add_staged(staging, target, CHUNKS)
+
+
+def add_staged(staging, target, rows: int):
+    """Adds a staged tile to device memory: each warp so many rows of it, in order, those that its threads stored."""
+    fence()
+    warp_sync()
+
+    def send(warp):
+        mine = pl.ds(warp * rows, rows)
+        plgpu.copy_smem_to_gmem(staging.at[mine], target.at[mine], reduction_op="add")
+
+    plgpu.warp_map(send)
 
 
 def add_by_parts(x: jax.Array, staging, target):
-    """As `add`, with a staging of PART columns."""
+    """As `add`, PART columns at a time."""
+    add_in_turns([(x, target)], [staging])
+
+
+def add_in_turns(tiles, stagings):
+    """As `add` for all of (float32 [64, columns], target) pairs, PART columns at a time.
+
+    stagings: taken in turns; none but the first has been in use.
+    """
     rows = register_shape(PART)[0]
-    for part in range(x.shape[1] // PART):
-        add(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
+    parts = [(x[:, part * PART : (part + 1) * PART], target.at[pl.ds(part * rows, rows)])
+             for x, target in tiles for part in range(x.shape[1] // PART)]
+    for turn, (x, target) in enumerate(parts, start=1):
+        add(x, stagings[turn % len(stagings)], target, pending=len(stagings) - 1)
+
+
+def wait(pending: int = 0):
+    """Waits until no more than this many additions have yet to be read from their staging, each warp for its own."""
+    plgpu.warp_map(lambda warp: plgpu.wait_smem_to_gmem(pending, wait_read_only=True))
 
 
 def by_token(tiles: jax.Array, heads: int, scale: float, dtype) -> jax.Array:
@@ -96,7 +127,7 @@ def by_token(tiles: jax.Array, heads: int, scale: float, dtype) -> jax.Array:
         entry, number = lax.axis_index("batch"), lax.axis_index("tile")
         for part in range(dim // PART):
             source = tiles_g.at[entry, number, pl.ds(part * rows, rows)]
-            x = in_rows(plgpu.load(source, layout=_strided((rows, RUN))))
+            x = in_rows(plgpu.load(source, layout=plgpu.Layout.TILED(*LAYOUT), optimized=False))
             staging_s[:, pl.ds(part * PART, PART)] = (x * scale).astype(dtype)
         plgpu.commit_smem()
         tokens = pl.ds(lax.rem(number, jnp.int32(n)) * ROWS, ROWS)

@@ -14,8 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
+from jax_impl.kernels.hopper_add import PART, add, add_in_turns, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
+from jax_impl.kernels.hopper_inline import fence, rounded, widened
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, KeyGrid, ListRefs, Walk
@@ -57,7 +58,7 @@ def pairs_backward(
         "stat_s": plgpu.SMEM((slots, ROWS), jnp.float32),
         "where_s": plgpu.SMEM((slots,), jnp.int32),
         "ds_s": shared_tile((2 if kernel.halves else 1, CONSUMERS * ROWS, ROWS), dtype),
-        "dq_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
+        "dq_s": plgpu.SMEM((CONSUMERS, 2 if kernel.summed else 1, *register_shape(PART)), jnp.float32),
         "kv_ready": bar(num_arrivals=2),
         "ready": bar(num_arrivals=2, num_barriers=slots),
         "free": bar(num_arrivals=CONSUMERS, num_barriers=slots),
@@ -174,6 +175,14 @@ class _Consumer:
         """Its rows of what both warpgroups hold in shared memory."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
+    def _operand(self, n):
+        """The same rows, as an operand of the products of step n.
+
+        They seem to vary with n, whose sign is always 0: else the compiler makes the descriptors of all products before
+        the loop, more than it has uniform registers for.
+        """
+        return pl.ds((self.warpgroup + lax.shift_right_logical(n, jnp.int32(31))) * ROWS, ROWS)
+
     @property
     def _keys(self):
         """Its tokens."""
@@ -187,9 +196,10 @@ class _Consumer:
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         if kernel.summed:
             tile = (self.kv_head * kernel.grid.tiles + self.walk.tile) * CONSUMERS + self.warpgroup
-            for grad, gmem in ((dk * kernel.scale, s.dk_g), (dv, s.dv_g)):
-                add_by_parts(grad, s.dq_s.at[self.warpgroup], gmem.at[self.batch, tile])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            grads = ((dk * kernel.scale, s.dk_g), (dv, s.dv_g))
+            stagings = [s.dq_s.at[self.warpgroup, turn] for turn in range(2)]
+            add_in_turns([(x, gmem.at[self.batch, tile]) for x, gmem in grads], stagings)
+            wait()
             return
         here = self.batch, self._keys, self.kv_head
         if kernel.halves:  # the other warpgroup's last dq reads these keys too
@@ -203,6 +213,7 @@ class _Consumer:
             else:
                 gmem[here] = grad
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        wait()
 
     def _all_steps(self, dk_ref, dv_ref):
         s = self.s
@@ -233,8 +244,9 @@ class _Consumer:
         if kernel.halves:
             half = lax.rem(n, jnp.int32(2))
             plgpu.barrier_wait(s.ds_ready)  # the other's dS of the step before is there, the one before that is read
-        s.ds_s[half, self._mine] = ds
-        plgpu.commit_smem()
+        else:
+            s.ds_s[half, self._mine] = ds
+            plgpu.commit_smem()
         products = functools.partial(self._products, dk_ref, ds, n, half, last if kernel.halves else here)
         pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32))
         plgpu.wgmma_wait(0)
@@ -251,9 +263,9 @@ class _Consumer:
         s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
         q_slot, do_slot = self._slot(2 * n), self._slot(2 * n + 1)
         self._start(s_ref, q_slot)
-        plgpu.wgmma(s_ref, s.k_s.at[self._mine], s.ring_s.at[q_slot].transpose((1, 0)))
+        plgpu.wgmma(s_ref, s.k_s.at[self._operand(n)], s.ring_s.at[q_slot].transpose((1, 0)))
         self._start(dp_ref, do_slot)  # a store into an accumulator waits for the products issued before it
-        plgpu.wgmma(dp_ref, s.v_s.at[self._mine], s.ring_s.at[do_slot].transpose((1, 0)))
+        plgpu.wgmma(dp_ref, s.v_s.at[self._operand(n)], s.ring_s.at[do_slot].transpose((1, 0)))
         p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=1) * (kernel.scale * LOG2E))
         if masked:
             piece = lax.rem(s.where_s[q_slot], jnp.int32(kernel.pieces))
@@ -261,15 +273,18 @@ class _Consumer:
             low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
             query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
             p = jnp.where(query >= lax.broadcast_in_dim(low - first, shape, [0]), p, 0.0)
-        p = p.astype(kernel.dtype)  # dS is computed from p as rounded for dv, which frees registers
+        p = rounded(p, kernel.dtype)  # dS is computed from p as rounded for dv, which frees registers
         plgpu.wgmma(dv_ref, p, s.ring_s.at[do_slot])
-        return (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
+        return (widened(p) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
 
     def _products(self, dk_ref, ds, n, half, where, dq_ref):
         """dk, and a share of dq: of the step before where the warpgroups halve it."""
         s = self.s
         self._issue_dq(dq_ref, 1 - half if self.kernel.halves else 0)
         plgpu.wgmma(dk_ref, ds, s.ring_s.at[self._slot(2 * n)])
+        if self.kernel.halves:  # while the products run
+            s.ds_s[half, self._mine] = ds
+            fence()  # who reads it waits for every thread of both
         plgpu.wgmma_wait(2)
         plgpu.barrier_arrive(s.free.at[self._slot(2 * n + 1)])  # dv has read its douts
         dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
@@ -287,4 +302,4 @@ class _Consumer:
         """Adds a share of dq to device memory; where: the query head and piece."""
         rows = register_shape(PART)[0]
         features = pl.ds((self.warpgroup if self.kernel.halves else 0) * rows, rows)
-        add(dq, self.s.dq_s.at[self.warpgroup], self.s.dq_g.at[self.batch, where, features])
+        add(dq, self.s.dq_s.at[self.warpgroup, 0], self.s.dq_g.at[self.batch, where, features])

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape
+from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import ROW, TILE
@@ -210,6 +210,7 @@ class _Block:
         if kernel.summed:
             tile = self.kv_head * kernel.grid.tiles + self.walk.tile
             add_by_parts(grad, self.s.dq_s.at[role], gmem.at[self.batch, tile])
+            wait()
         elif kernel.grad_dtype.itemsize == 2:
             staging[...] = grad.astype(kernel.grad_dtype)
             plgpu.commit_smem()
@@ -309,6 +310,6 @@ class _Block:
                 add(dq, s.dq_s.at[part], target.at[pl.ds(part * rows, rows)], kernel.dim // PART - 1)
 
         lax.fori_loop(0, self._steps, step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        wait()
         plgpu.barrier_arrive(s.ended)
         plgpu.barrier_wait(s.ended)

@@ -119,25 +119,29 @@ def _wgmma(self, eqn, token, get_values):
 
 
 def _inline(self, eqn, token, values):
-    """`in_register_order` and `in_rows`: pure, so it is done on the values. All other inlined code is ignored."""
-    order = {"rearranged": register_order, "arranged": row_order}.get(eqn.params["mgpu_fn"].__name__)
-    if order is None:
+    """What is pure is done on the values; a fence is what `commit_smem` is to one thread; all else is ignored."""
+    name = eqn.params["mgpu_fn"].__name__
+    if name == "fenced":
+        return self._interpret_commit_smem_p(eqn.replace(primitive=gpu_primitives.commit_smem_p), token, None)
+    if name not in _PURE:
         return _interpret_inline(self, eqn, token, lambda: values)
-    return token, [order(values[0])]
+    return token, [_PURE[name](values[0]).astype(eqn.outvars[0].aval.dtype)]
 
 
 def register_order(x):
     """What `hopper_add.in_register_order` gives, from wgmma's layout as its definition has it."""
     rows, columns = x.shape
     x = x.reshape(rows // 16, 2, 8, columns // 8, 4, 2)  # warp, upper or lower 8 rows, row, columns / 8, thread, 2
-    return x.transpose(3, 0, 2, 4, 1, 5).reshape(-1, 256)
+    return x.transpose(0, 3, 2, 4, 1, 5).reshape(-1, 128)
 
 
 def row_order(x):
     """The inverse of `register_order`."""
-    x = x.reshape(-1, 4, 8, 4, 2, 2)  # columns / 8, warp, row, thread, upper or lower 8 rows, 2
-    return x.transpose(1, 4, 2, 0, 3, 5).reshape(64, -1)
+    x = x.reshape(4, -1, 8, 4, 2, 2)  # warp, columns / 8, row, thread, upper or lower 8 rows, 2
+    return x.transpose(0, 4, 2, 1, 3, 5).reshape(64, -1)
 
+
+_PURE = {"rearranged": register_order, "arranged": row_order, "in_pairs": jnp.asarray, "from_pairs": jnp.asarray}
 
 _RULES = {
     gpu_primitives.inline_mgpu_p: _inline,
