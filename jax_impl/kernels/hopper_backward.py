@@ -30,6 +30,7 @@ from jax_impl.kernels.hopper_forward import (
     split_number,
     value_tiles,
 )
+from jax_impl.kernels.hopper_inline import fence
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 from jax_impl.kernels.hopper_order import blocks_of, item_number, items_of_block
 from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
@@ -429,14 +430,13 @@ class _Consumer:
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the addition before has read its tile
                 self._store_ds(half, ds)
-                plgpu.commit_smem()
+                fence()
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
             if kernel.with_dq:
                 plgpu.barrier_arrive(s.ds_ready)
-                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before, None)
+                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.q_free.at[slot])
 
@@ -502,10 +502,10 @@ class _Consumer:
             features = pl.ds(self.warpgroup * PART, PART)
             plgpu.wgmma(dq_ref, s.ds_s.at[half, 0].transpose((1, 0)), s.k_s.at[:, features])
 
-    def _add_dq(self, dq, where, pending: int | None = 0):
+    def _add_dq(self, dq, where):
         """Adds it to device memory; where: (query tile, query head)."""
         (tile, q_head), rows = where, register_shape(PART)[0]
         tile, features = (CONSUMERS * tile + self.warpgroup, 0) if self.kernel.by_rows else (tile, self.warpgroup)
         tiles = self.s.dq_g.shape[1] // self.s.q_g.shape[2]
         target = self.s.dq_g.at[self.walk.first.batch, q_head * tiles + tile, pl.ds(features * rows, rows)]
-        add(dq, self._staging, target, pending)
+        add(dq, self._staging, target)

@@ -400,8 +400,8 @@ def test_keys_that_come_block_by_block_add_up(lengths):
             sums, *side = kernel.running.backward(sums, q, k[:, block], v[:, block], out, lse, dout, made,
                                                   problem.scale, delta=delta)
             sides.append(side)
+        dq = kernel.running.gradient(sums, q, problem.scale)
     dk, dv = (jnp.concatenate(x[::-1], axis=1) for x in zip(*sides, strict=True))
-    dq = kernel.running.gradient(sums, q, problem.scale)
     assert {x.dtype for x in (out, dq, dk, dv)} == {jnp.dtype("float32")}
     wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
     want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
