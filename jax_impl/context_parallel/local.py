@@ -78,11 +78,13 @@ def running(kernel: Kernel) -> Running:
     """How a kernel adds the keys of one step to those of earlier steps: its own way, or by merging its results."""
     if kernel.running is not None:
         own = kernel.running
-        return dataclasses.replace(own, forward=_once(own.forward, "scale"), backward=_once(own.backward, "scale"))
+        return dataclasses.replace(own, forward=_once(own.forward, "scale", "out_dtype"),
+                                   backward=_once(own.backward, "scale"))
 
-    def forward(part, q, k, v, operands, scale):
+    def forward(part, q, k, v, operands, scale, *, out_dtype=jnp.float32):
         new = kernel.forward(q, k, v, operands, scale, out_dtype=jnp.float32)
-        return new if part is None else merge(part, new)
+        out, lse = new if part is None else merge(part, new)
+        return out.astype(out_dtype), lse
 
     def backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
         if kernel.backward is None:
@@ -90,13 +92,18 @@ def running(kernel: Kernel) -> Running:
         dq, dk, dv = kernel.backward(q, k, v, out, lse, dout, operands, scale, grad_dtype=jnp.float32, delta=delta)
         return dq if total is None else total + dq, dk, dv
 
-    forward, backward = _once(forward, "scale"), _once(backward, "scale")
+    forward, backward = _once(forward, "scale", "out_dtype"), _once(backward, "scale")
     return Running(forward, lambda part, q: part, backward, lambda total, q, scale: total)
 
 
 def last_forward(running: Running, part, q, k, v, operands, scale):
-    """out (q's dtype) and lse of all keys, these being the last."""
-    out, lse = running.result(running.forward(part, q, k, v, operands, scale=scale), q)
+    """out (q's dtype) and lse of all keys, these being the last; parts before are float32, and it rounds once."""
+    return rounded(running, running.forward(part, q, k, v, operands, scale=scale, out_dtype=q.dtype), q)
+
+
+def rounded(running: Running, part, q):
+    """out (q's dtype) and lse of a part."""
+    out, lse = running.result(part, q)
     return out.astype(q.dtype), lse
 
 

@@ -8,7 +8,7 @@ hides it. The same walk serves usp and, window by window, loongtrain.
 import jax
 import jax.numpy as jnp
 
-from jax_impl.context_parallel.local import Data, Local, if_seen, row_sums
+from jax_impl.context_parallel.local import Data, Local, if_seen, last_forward, rounded, row_sums
 from workload.signature import Step
 from workload.topology import Hop
 
@@ -17,16 +17,20 @@ def forward(local: Local, q, k, v, data: Data):
     """out (q's dtype) and lse of all keys; q [batch, q_rows, heads, d], k, v [batch, kv_block, kv heads, d]."""
     if len(data.masks) == 1:  # nothing to merge: the kernel rounds, and once
         return local.forward(q, k, v, data.masks[0], out_dtype=q.dtype)
-    running, walk, part = local.running, _Walk(local, (k, v)), None
+    running, scale, walk, part = local.running, local.signature.scale, _Walk(local, (k, v)), None
 
     def attend(part, k, v, operands):
-        return running.forward(part, q, k, v, operands, scale=local.signature.scale)
+        return running.forward(part, q, k, v, operands, scale=scale)
+
+    def attend_last(part, k, v, operands):
+        return last_forward(running, part, q, k, v, operands, scale)
 
     for t, (operands, seen) in enumerate(zip(data.masks, data.seen, strict=True)):
-        k, v = walk.enter(t)
-        part = walk.leave(if_seen(seen, attend, lambda part, *_: part, part, k, v, operands))
-    out, lse = running.result(part, q)
-    return out.astype(q.dtype), lse
+        last, (k, v) = t + 1 == len(data.masks), walk.enter(t)
+        compute = attend_last if last else attend
+        keep = (lambda part, *_: rounded(running, part, q)) if last else (lambda part, *_: part)
+        part = walk.leave(if_seen(seen, compute, keep, part, k, v, operands))
+    return part
 
 
 def backward(local: Local, saved, dout, data: Data):

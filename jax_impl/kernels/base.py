@@ -21,8 +21,8 @@ class Running:
     What is carried from call to call is the kernel's own, a pytree of arrays, None before the first call.
 
     Attributes:
-      forward: (part, q, k, v, operands, scale) -> part.
-      result: (part, q) -> (out float32, lse).
+      forward: (part, q, k, v, operands, scale, *, out_dtype=float32) -> part; another dtype in the last call alone.
+      result: (part, q) -> (out, lse).
       backward: (total, q, k, v, out, lse, dout, operands, scale, *, delta) -> (total, dk, dv), dk, dv float32 of these
         keys; out, lse and delta of all keys.
       gradient: (total, q, scale) -> dq float32.

@@ -117,14 +117,14 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
       scale: > 0.
       out_dtype: of out; q's by default.
       before: out (float32) and lse of other keys, as this function returns them, that these are to be merged with;
-        rows that see none of these keys are not touched.
+        rows that see none of these keys are not touched where out stays float32.
 
     Returns: out [batch, rows, q_heads, head_dim] and lse float32 [batch, q_heads, rows], natural log, -inf where
     empty; rows are q_len padded to whole tiles.
     """
     batch, q_len, q_heads, dim = q.shape
     padded = round_up(q_len, tiles.row_tokens)
-    out_dtype = jnp.dtype(out_dtype or q.dtype) if before is None else jnp.dtype(jnp.float32)
+    out_dtype = jnp.dtype(out_dtype or q.dtype)
     kv_bytes = 4 * k.shape[1] * dim
     side = heads_side_by_side(q_heads, k.shape[2], kv_bytes, tiles.l2_bytes)
     places = padded // tiles.row_tokens
@@ -138,10 +138,11 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         jax.ShapeDtypeStruct((batch, q_heads, padded), jnp.float32),
         jax.ShapeDtypeStruct((batch, padded, q_heads, dim), out_dtype),
     ]
-    onto = (before[1], jax.new_ref(before[0])) if adds else ()
+    in_place = adds and out_dtype == before[0].dtype
+    onto = (before[1], jax.new_ref(before[0]) if in_place else before[0]) if adds else ()
     lse, *made = plgpu.kernel(
         kernel.body,
-        out_type=results[:1] if onto else results,
+        out_type=results[:1] if in_place else results,
         scratch_types={
             "q_s": shared_tile((2, n, t.rows, dim), staged),
             "k_s": shared_tile((t.stages, t.columns, dim), staged),
@@ -164,7 +165,7 @@ def forward(q, k, v, policy: Policy, scale: float, tiles: ForwardTiles, *, out_d
         compiler_params=COMPILER,
         kernel_name="hopper_forward",
     )(q, k, v, *onto, *policy.operands())
-    return onto[1][...] if adds else made[0], lse
+    return onto[1][...] if in_place else made[0], lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,11 +198,13 @@ class _Forward:
 
     def body(self, q_g, k_g, v_g, *refs, **scratch):
         """One thread block: a few items, row tiles of one head each."""
-        if self.adds:
-            before_g, out_g, *mask_refs, lse_g = refs
+        before, refs = (refs[:2], refs[2:]) if self.adds else ((None, None), refs)
+        if self.adds and self.out_dtype == jnp.float32:  # in place
+            *mask_refs, lse_g = refs
+            out_g = before[1]
         else:
-            before_g, (*mask_refs, lse_g, out_g) = None, refs
-        s = _Scratch(q_g, k_g, v_g, out_g, lse_g, before_g, **scratch)
+            *mask_refs, lse_g, out_g = refs
+        s = _Scratch(q_g, k_g, v_g, out_g, lse_g, *before, **scratch)
         warpgroup = lax.axis_index("warpgroup")
         if self.policy.orders_blocks:
             items = self.policy.share(mask_refs, lax.axis_index("block"), 0)
@@ -284,6 +287,7 @@ class _Scratch:
     v_g: jax.Ref
     out_g: jax.Ref
     lse_g: jax.Ref
+    before_lse_g: jax.Ref | None
     before_g: jax.Ref | None
     q_s: jax.Ref
     k_s: jax.Ref
@@ -359,20 +363,22 @@ class _Consumer:
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
         lse = top * self.kernel.unit + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
         lse = jnp.where(some, lse, -jnp.inf)
-        old = new = None
+        whole = lambda: out  # noqa: E731
         if self.kernel.adds:
-            lse, old, new = self._weights(lse)
+            lse, *weights = self._weights(lse)
+            whole = functools.partial(self._merged, out, *weights, rows)
         s.lse_s[self.warpgroup] = lse
         if self.kernel.out_dtype.itemsize == 2:
-            self._q_s[...] = out.astype(self.kernel.out_dtype)
+            self._q_s[...] = whole().astype(self.kernel.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.lse_s.at[self.warpgroup], s.lse_g.at[self.head.batch, self.head.q, rows])
         if self.kernel.out_dtype.itemsize == 2:
             plgpu.copy_smem_to_gmem(self._q_s, s.out_g.at[self.head.batch, rows, self.head.q])
-        elif self.kernel.adds:
-            pl.when(self.total > 0)(lambda: self._add(out, old, new, rows))
         else:
-            s.out_g[self.head.batch, rows, self.head.q] = out
+            def write():
+                s.out_g[self.head.batch, rows, self.head.q] = whole()
+
+            pl.when(self.total > 0)(write) if self.kernel.adds else write()
 
     def _release_before(self):
         """Hands the buffer of the item before back, once its results are read out of it."""
@@ -384,7 +390,7 @@ class _Consumer:
     def _weights(self, lse):
         """lse of the earlier keys and these together, and what the earlier out and this one count in it."""
         rows = pl.ds(self.row0, self.tiles.rows)
-        old = plgpu.load(self.s.before_g.at[self.head.batch, self.head.q, rows], layout=ROW, optimized=False)
+        old = plgpu.load(self.s.before_lse_g.at[self.head.batch, self.head.q, rows], layout=ROW, optimized=False)
         top = jnp.maximum(old, lse)
         top = jnp.where(top == -jnp.inf, 0.0, top)
         old, new = (jnp.exp2((x - top) * LOG2E) for x in (old, lse))
@@ -392,11 +398,10 @@ class _Consumer:
         total = jnp.where(some, old + new, 1.0)
         return jnp.where(some, top + jnp.log2(total) / LOG2E, -jnp.inf), old / total, new / total
 
-    def _add(self, out, old, new, rows):
-        out_g = self.s.out_g.at[self.head.batch, rows, self.head.q]
-        before = plgpu.load(out_g, layout=TILE, optimized=False)
+    def _merged(self, out, old, new, rows):
+        before = plgpu.load(self.s.before_g.at[self.head.batch, rows, self.head.q], layout=TILE, optimized=False)
         old, new = (lax.broadcast_in_dim(x, out.shape, [0]) for x in (old, new))
-        out_g[...] = before * old + out * new
+        return before * old + out * new
 
     def _all_steps(self, mask_rows, acc_ref):
         t, total = self.tiles, self.total

@@ -211,8 +211,8 @@ def _gradient(dq, q, scale, grad_dtype=jnp.float32):
 # ---- keys that come block by block ---------------------------------------------------------------
 
 
-def _add_forward(part, q, k, v, operands, scale):
-    return _forward(part, q, k, v, operands, scale) if q.size and k.size else part
+def _add_forward(part, q, k, v, operands, scale, *, out_dtype=jnp.float32):
+    return _forward(part, q, k, v, operands, scale, out_dtype) if q.size and k.size else part
 
 
 def _result(part, q):

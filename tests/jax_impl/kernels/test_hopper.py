@@ -393,8 +393,10 @@ def test_keys_that_come_block_by_block_add_up(lengths):
     operands = [kernel.prepare(AttentionProblem(mask.restrict(np.arange(rows), b), 1, 2, 1, 64, DTYPE)) for b in blocks]
     with interpreted():
         for block, made in zip(blocks, operands, strict=True):
-            part = kernel.running.forward(part, q, k[:, block], v[:, block], made, problem.scale)
+            before, part = part, kernel.running.forward(part, q, k[:, block], v[:, block], made, problem.scale)
         out, lse = kernel.running.result(part, q)
+        part = kernel.running.forward(before, q, k[:, block], v[:, block], made, problem.scale, out_dtype=DTYPE)
+        last, last_lse = kernel.running.result(part, q)
         delta = jnp.einsum("bshd,bshd->bhs", out, dout.astype(jnp.float32))
         for block, made in zip(blocks, operands, strict=True):
             sums, *side = kernel.running.backward(sums, q, k[:, block], v[:, block], out, lse, dout, made,
@@ -403,6 +405,7 @@ def test_keys_that_come_block_by_block_add_up(lengths):
         dq = kernel.running.gradient(sums, q, problem.scale)
     dk, dv = (jnp.concatenate(x[::-1], axis=1) for x in zip(*sides, strict=True))
     assert {x.dtype for x in (out, dq, dk, dv)} == {jnp.dtype("float32")}
+    assert last.dtype == q.dtype and np.array_equal(last, out.astype(q.dtype)) and np.array_equal(last_lse, lse)
     wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
     want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
     close((out, lse, dq, dk, dv), (want.out, want.lse, want.dq, want.dk, want.dv))
