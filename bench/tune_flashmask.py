@@ -6,7 +6,7 @@
 Each candidate is a tile (rows owned, columns visited), warps, stages and a limit on registers (0 is none). A candidate
 that does not compile or launch is a row with its reason; one whose result differs from the default's is a row too.
 The part `order` races the orders in which the key pass takes its tiles, heads side by side against as many tiles as
-can (`walks.most_head_by_head`) head after head; they must agree to the bit.
+can (`walks.head_by_head`) head after head; they must agree to the bit.
 """
 
 import dataclasses
@@ -154,12 +154,12 @@ def sweep(at: Setting, parts: Sequence[str], candidates: Sequence[tuple]):
 def orders(at: Setting):
     """Yields a row for every order of the key pass's tiles in a setting; they run in turns."""
     from torch_impl.kernels import flashmask
-    from torch_impl.kernels.walks import most_head_by_head
+    from torch_impl.kernels.walks import head_by_head
 
     q, k, v, dout, lse, delta = at.tensors
     operands, made = at.operands, {}
     heads = at.problem.batch * at.problem.kv_heads * operands.key_splits
-    most = most_head_by_head(operands.key.loads, heads, flashmask.slots(q.device))
+    most = head_by_head(operands.key.loads, heads, flashmask.slots(q.device))
     for heavy in dict.fromkeys((0, most)):
         work = flashmask.gradient_parts(
             None, q, k, v, None, lse, dout, dataclasses.replace(operands, key_heavy=heavy), at.problem.scale,

@@ -79,7 +79,7 @@ def run_walk(mask: IntervalMask, launch: Launch, device=None) -> RunWalk:
     return RunWalk(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in arrays), launch, loads[order])
 
 
-def most_head_by_head(loads: np.ndarray, heads: int, slots: int) -> int:
+def head_by_head(loads: np.ndarray, heads: int, slots: int) -> int:
     """How many of the heaviest tiles can go head after head, the others last and with all heads side by side.
 
     Programs that are at tiles of one head share what they read in the cache; but the last head's heaviest tile must not
@@ -88,25 +88,13 @@ def most_head_by_head(loads: np.ndarray, heads: int, slots: int) -> int:
     Args:
       loads: of the tiles, descending; slots: programs that run at a time.
 
-    >>> most_head_by_head(np.array([4, 4, 4, 4, 4]), 8, 4), most_head_by_head(np.array([9, 2, 2, 2, 2]), 4, 3)
+    >>> head_by_head(np.array([4, 4, 4, 4, 4]), 8, 4), head_by_head(np.array([9, 2, 2, 2, 2]), 4, 3)
     (4, 1)
     """
     if not len(loads):
         return 0
     work = np.cumsum(loads[::-1], dtype=np.int64) * heads
     return max(0, len(loads) - int(np.searchsorted(work, slots * int(loads[0]))) - 1)
-
-
-def head_by_head(loads: np.ndarray, heads: int, slots: int) -> int:
-    """How many of the heaviest tiles are to go head after head: as many as can, none where fewer than half of them can.
-
-    Measured: the masks of short documents, whose work this order divides badly, lose by it.
-
-    >>> head_by_head(np.array([4, 4, 4, 4, 4]), 8, 4), head_by_head(np.array([9, 2, 2, 2, 2]), 4, 3)
-    (4, 0)
-    """
-    heavy = most_head_by_head(loads, heads, slots)
-    return heavy if 2 * heavy >= len(loads) else 0
 
 
 def longest_load(jobs: np.ndarray, slots: int) -> float:

@@ -201,7 +201,7 @@ def test_heavy_tiles_go_head_after_head_where_what_follows_hides_their_end():
         longest_load(np.concatenate([np.tile(loads[:n], 8), np.repeat(loads[n:], 8)]), 264)
         for n in (len(loads), heavy, 0))
     assert phases <= 1.01 * side_by_side < one_by_one
-    assert head_by_head(loads_of(masks.causal_document(8192, 8192, [4096] + [512] * 8)), 8, 264) == 0
+    assert head_by_head(loads_of(masks.shared_question(4096, 4096, [[512] + [128] * 28])), 8, 264) == 0
 
 
 def test_a_kv_head_is_shared_where_one_list_outlasts_the_rest(monkeypatch):
