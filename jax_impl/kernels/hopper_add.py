@@ -77,36 +77,21 @@ def add(x: jax.Array, staging, target, pending: int | None = 0):
     if pending is not None:
         wait(pending)
     staging[...] = in_register_order(x)
-    add_staged(staging, target, CHUNKS)
-
-
-def add_staged(staging, target, rows: int):
-    """Adds a staged tile to device memory: each warp so many rows of it, in order, those that its threads stored."""
     fence()
     warp_sync()
 
     def send(warp):
-        mine = pl.ds(warp * rows, rows)
-        plgpu.copy_smem_to_gmem(staging.at[mine], target.at[mine], reduction_op="add")
+        rows = pl.ds(warp * CHUNKS, CHUNKS)
+        plgpu.copy_smem_to_gmem(staging.at[rows], target.at[rows], reduction_op="add")
 
     plgpu.warp_map(send)
 
 
 def add_by_parts(x: jax.Array, staging, target):
     """As `add`, PART columns at a time."""
-    add_in_turns([(x, target)], [staging])
-
-
-def add_in_turns(tiles, stagings):
-    """As `add` for all of (float32 [64, columns], target) pairs, PART columns at a time.
-
-    stagings: taken in turns; none but the first has been in use.
-    """
     rows = register_shape(PART)[0]
-    parts = [(x[:, part * PART : (part + 1) * PART], target.at[pl.ds(part * rows, rows)])
-             for x, target in tiles for part in range(x.shape[1] // PART)]
-    for turn, (x, target) in enumerate(parts, start=1):
-        add(x, stagings[turn % len(stagings)], target, pending=len(stagings) - 1)
+    for part in range(x.shape[1] // PART):
+        add(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
 
 
 def wait(pending: int = 0):

@@ -133,14 +133,14 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
         q, dout, k, v = layouts[0].spread(q), layouts[0].spread(dout), layouts[1].spread(k), layouts[1].spread(v)
     dq, dk, dv = sparse_backward(
         *whole_rows(q, k, v, dout), lse, delta, lists, operands.apart, scale, operands.schedules.backward,
-        grad_dtype=jnp.dtype(jnp.float32) if apart > 1 else grad_dtype)
+        grad_dtype=jnp.dtype(jnp.float32) if apart > 1 else grad_dtype, dq_scale=dq_scale, dq_dtype=grad_dtype)
     if layouts[0] is None:
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:
         dq, dk, dv = layouts[0].gather(dq), layouts[1].gather(dk), layouts[1].gather(dv)
     if apart > 1:
         dk, dv = (x.reshape(*x.shape[:2], kv_heads, apart, -1).sum(axis=3).astype(grad_dtype) for x in (dk, dv))
-    return (dq * dq_scale).astype(grad_dtype), dk, dv
+    return dq, dk, dv
 
 
 def _apart(k, v, q_heads: int, lists: Lists):

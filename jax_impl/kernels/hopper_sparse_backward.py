@@ -43,9 +43,9 @@ def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> 
 
 def sparse_backward(
     q, k, v, dout, lse, delta, shared: Lists, apart: Lists | None, scale: float, tiles: SparseBackwardTiles, *,
-    grad_dtype
+    grad_dtype, dq_scale: float, dq_dtype
 ):
-    """dq (not yet scaled), dk and dv over the listed pieces.
+    """dq, dk and dv over the listed pieces.
 
     Args:
       q, dout: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim]; one 16-bit dtype, in the
@@ -54,8 +54,9 @@ def sparse_backward(
       shared, apart: rows are keys, in tiles of 128 and 64; pieces are of 64; one list a kv head or one for all.
       scale: not 0.
       grad_dtype: of dk and dv.
+      dq_scale, dq_dtype: what the sum that is dq is multiplied by, and its dtype.
 
-    Returns: dq float32 [batch, whole pieces, q_heads, head_dim]; dk, dv [batch, whole tiles, kv_heads, head_dim].
+    Returns: dq [batch, whole pieces, q_heads, head_dim]; dk, dv [batch, whole tiles, kv_heads, head_dim].
     """
     batch, q_len, q_heads, dim = q.shape
     kv_heads, pieces, grad_dtype = k.shape[2], round_up(q_len, ROWS) // ROWS, jnp.dtype(grad_dtype)
@@ -80,4 +81,4 @@ def sparse_backward(
             before=grads, sums=sums)
     if sums:
         grads = [by_token(x[...], kv_heads, 1.0, grad_dtype) for x in sums]
-    return by_token(dq[...], q_heads, 1.0, jnp.float32), *grads
+    return by_token(dq[...], q_heads, dq_scale, dq_dtype), *grads

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, add, add_in_turns, register_shape, wait
+from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_inline import fence, rounded, widened
 from jax_impl.kernels.hopper_lists import Lists
@@ -58,7 +58,7 @@ def pairs_backward(
         "stat_s": plgpu.SMEM((slots, ROWS), jnp.float32),
         "where_s": plgpu.SMEM((slots,), jnp.int32),
         "ds_s": shared_tile((2 if kernel.halves else 1, CONSUMERS * ROWS, ROWS), dtype),
-        "dq_s": plgpu.SMEM((CONSUMERS, 2 if kernel.summed else 1, *register_shape(PART)), jnp.float32),
+        "dq_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
         "kv_ready": bar(num_arrivals=2),
         "ready": bar(num_arrivals=2, num_barriers=slots),
         "free": bar(num_arrivals=CONSUMERS, num_barriers=slots),
@@ -196,9 +196,8 @@ class _Consumer:
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         if kernel.summed:
             tile = (self.kv_head * kernel.grid.tiles + self.walk.tile) * CONSUMERS + self.warpgroup
-            grads = ((dk * kernel.scale, s.dk_g), (dv, s.dv_g))
-            stagings = [s.dq_s.at[self.warpgroup, turn] for turn in range(2)]
-            add_in_turns([(x, gmem.at[self.batch, tile]) for x, gmem in grads], stagings)
+            for grad, gmem in ((dk * kernel.scale, s.dk_g), (dv, s.dv_g)):
+                add_by_parts(grad, s.dq_s.at[self.warpgroup], gmem.at[self.batch, tile])
             wait()
             return
         here = self.batch, self._keys, self.kv_head
@@ -302,4 +301,4 @@ class _Consumer:
         """Adds a share of dq to device memory; where: the query head and piece."""
         rows = register_shape(PART)[0]
         features = pl.ds((self.warpgroup if self.kernel.halves else 0) * rows, rows)
-        add(dq, self.s.dq_s.at[self.warpgroup, 0], self.s.dq_g.at[self.batch, where, features])
+        add(dq, self.s.dq_s.at[self.warpgroup], self.s.dq_g.at[self.batch, where, features])
