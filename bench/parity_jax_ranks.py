@@ -67,19 +67,27 @@ def _plans(cases: tuple[Case, ...]) -> dict[Case, cp.Plan]:
     """The plans of some cells of a scheme, made alike where they can be, so that they share a compilation."""
     plans = {}
     for case in cases:
-        problem, mesh = case.spec.problem(), cp.make_mesh(case.topology)
-        kernel = case.kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
-        with contextlib.suppress(Unsupported):  # the cell's row tells
-            plans[case] = cp.plan_of(case.schedule(problem, with_lse=True), mesh, kernel, on_host=True)
+        with contextlib.suppress(Unsupported):  # the cell's own turn tells
+            plans[case] = _plan(case)
     return dict(zip(plans, alike(list(plans.values())), strict=True))
 
 
+def _plan(case: Case) -> cp.Plan:
+    problem, mesh = case.spec.problem(), cp.make_mesh(case.topology)
+    kernel = case.kernel or default_kernel(problem.mask, mesh.devices.flat[0].platform)
+    return cp.plan_of(case.schedule(problem, with_lse=True), mesh, kernel, on_host=True)
+
+
 def build(case: dict[str, Any], beside: list[dict[str, Any]], inputs: str) -> None:
-    """Makes a cell ready: its plan, alike those of the cells beside it, both passes compiled, the inputs placed."""
+    """Makes a cell ready: its plan, alike those of the cells beside it, both passes compiled, the inputs placed.
+
+    Unsupported where its plan is refused.
+    """
     chosen, others = from_record(case), tuple(from_record(c) for c in beside)
     if not _held.keys() <= set(others):
         _held.clear()
-    _held[chosen] = _Built(_plans(others)[chosen], chosen.spec.problem(), inputs)
+    plan = _plans(others).get(chosen) or _plan(chosen)
+    _held[chosen] = _Built(plan, chosen.spec.problem(), inputs)
 
 
 def _of(case: dict[str, Any]) -> _Built:

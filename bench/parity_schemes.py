@@ -147,7 +147,7 @@ class Run(contextlib.ExitStack):
                     else:
                         lost |= row["status"] not in ("ok", "unsupported", "mismatch")
                         self._rows.write(cell, row)
-                with self._turns.alone():
+                with self._turns.alone() if good else contextlib.nullcontext():
                     for cell, row in good.items():
                         self._rows.write(cell, row if lost or self._rows.over else row | self._throughput(cell))
 

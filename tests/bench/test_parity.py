@@ -1,6 +1,7 @@
 """The parity command: both stacks' naive kernels agree, a cell that fails says how to repeat it, a stop is no loss."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import json
@@ -202,6 +203,9 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
         with parity_schemes.Run(rows, problems, Turns(), 120.0, 2, on_gpu=False) as going:
             good = going.judge(cell, [cell], tmp_path / "good")
+            hopper = dataclasses.replace(cell, case=dataclasses.replace(cell.case, kernel="fa3"))
+            refused = going.judge(hopper, [cell, hopper], tmp_path / "refused")
+            assert refused["status"] == "unsupported" and "jax kernel fa3" in refused["reason"], refused["reason"]
             ask = going._gang.ask
 
             def spoilt(task, deadline, *, folder, **arguments):
