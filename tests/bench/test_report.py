@@ -234,6 +234,10 @@ def test_the_page_names_the_fastest_kernel_of_a_mask_where_most_were_timed():
     assert ">flashmask, fa1</td>" in text and "naive 27 ms" in text and ">2K<" not in text
     assert "of 1 places" in text and "<b>flashmask</b> in 1" in text
     assert choice.section(rows[:2]) == ""
+    rows += both("jax", "flex_sparse", "uniform_block", 1024, 2.0) + both("jax", "vsa", "uniform_block", 1024, 1.0)
+    blocks = "Masks of blocks: forward and backward"
+    assert blocks not in text and blocks in choice.section(rows)
+    assert re.search(r'uniform_block, 1K[^/]*</td><td [^>]*>vsa</td><td class="none">', choice.section(rows))
 
 
 def test_timings_in_turns_and_timings_alone_are_not_mixed():
