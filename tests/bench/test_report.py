@@ -226,6 +226,18 @@ def both(stack, kernel, mask, seq_len, milliseconds):
     return [forward, backward | {"key": backward["key"] + "/backward", "case": case}]
 
 
+def test_the_richest_setting_comes_first():
+    """A shape with most rows, its longest length that has nearly as many as any, the forward pass."""
+    rows = [row for n, masks in ((1024, "full causal prefix_lm_causal"), (2048, "full causal prefix_lm_causal"),
+                                 (4096, "full")) for mask in masks.split() for row in both("jax", "fa1", mask, n, 1.0)]
+    few = attention("jax", "fa1", "full", 8192, 1.0)
+    few |= {"key": "few", "case": few["case"] | {"q_heads": 2}}
+    order = [(which, n, shape) for which, n, shape, _ in aggregate.settings(aggregate.entries([few, *rows]))]
+    shape, other = order[0][2], order[-1][2]
+    assert order == [(which, n, shape) for n in (2048, 1024, 4096) for which in ("forward", "backward")] + [
+        ("forward", 8192, other)] and shape != other
+
+
 def test_the_page_names_the_fastest_kernel_of_a_mask_where_most_were_timed():
     rows = both("torch", "naive", "causal", 1024, 9.0) + both("torch", "fa1", "causal", 1024, 1.03)
     rows += both("torch", "flashmask", "causal", 1024, 1.0) + both("torch", "naive", "causal", 2048, 30.0)
