@@ -220,12 +220,15 @@ class Traced(Policy):
 
     @property
     def orders_blocks(self):
-        """Whether `share` says what thread blocks do."""
+        """Whether `block` or `share` says what thread blocks do."""
         return self.tiles.orders_blocks
+
+    def block(self, refs, number):
+        return self.tiles.block(refs, number)
 
     @property
     def share_blocks(self):
-        """Thread blocks, where they are ordered."""
+        """Thread blocks of a forward whose blocks are ordered."""
         return self.tiles.share_blocks
 
     def share(self, refs, block, field):

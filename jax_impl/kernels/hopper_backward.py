@@ -1,7 +1,6 @@
 """The key-major backward pass on Hopper: dk and dv in registers, dq added to device memory, five products a tile.
 
-A thread block takes several items, tiles of keys of a kv head, one after the other; the loads of the next run under the
-last one's end. Its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
+A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv of 64 keys each. Transposed logits and
 their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
 memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
 (FlashAttention-3's backward, Shah et al., 2024, appendix B.1). lse and delta are added to the logits and their
@@ -19,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, ROWS, add, add_by_parts, by_token, register_shape
+from jax_impl.kernels.hopper_add import PART, ROWS, add, by_token, in_register_order, register_shape
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
@@ -31,12 +30,11 @@ from jax_impl.kernels.hopper_forward import (
     value_tiles,
 )
 from jax_impl.kernels.hopper_inline import fence
+from jax_impl.kernels.hopper_key_walk import KeyWalk
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
-from jax_impl.kernels.hopper_order import blocks_of, item_number, items_of_block
 from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
-APART = 16  # query tiles among which thread blocks that run side by side begin a walk of the same ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +49,6 @@ class BackwardTiles:
         common order and should stay in the cache.
       split: thread blocks among which the query heads of a tile's group are divided; they add to float32 dk and dv.
         Not in the deterministic form.
-      items: key tiles of a thread block, at least, where there are enough of them for all processors.
-      processors: of the GPU.
     """
 
     columns: int = 64
@@ -60,8 +56,6 @@ class BackwardTiles:
     registers: tuple[int, int] = (240, 24)
     side: int | None = None
     split: int = 1
-    items: int = 4
-    processors: int = 132
 
     @property
     def row_tokens(self) -> int:
@@ -89,9 +83,11 @@ def key_major(
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     padded, columns, grad_dtype = round_up(kv_len, tiles.row_tokens), tiles.columns, jnp.dtype(grad_dtype)
+    if with_dq and columns * dim != CONSUMERS * ROWS * PART:
+        raise ValueError(f"tiles: columns is {columns}; it must be 64 for head_dim 128, 128 for head_dim 64")
     side = math.gcd(tiles.side or kv_heads, kv_heads)
     split = math.gcd(tiles.split, q_heads // kv_heads) if with_dq else 1
-    kernel = _KeyMajor(policy, tiles, scale, batch, q_heads // kv_heads, split, dim, side, kv_heads,
+    kernel = _KeyMajor(policy, tiles, scale, q_heads // kv_heads, split, dim, side, kv_heads,
                        padded // tiles.row_tokens, q.dtype, grad_dtype, with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
@@ -102,9 +98,7 @@ def key_major(
         "q_s": shared_tile((stages, columns, dim), dtype),
         "do_s": shared_tile((stages, columns, dim), dtype),
         "statistics_s": shared_tile((stages, columns, TERMS), jnp.bfloat16),
-        "ds_s": shared_tile((2, columns // ROWS, tiles.row_tokens, ROWS), dtype),  # dS; dk and dv on their way out
         "kv_ready": bar(num_arrivals=2),
-        "kv_free": bar(num_arrivals=CONSUMERS),
         "column_s": plgpu.SMEM((stages,), jnp.int32),
         "values_s": value_tiles(policy, tiles),
         "q_ready": bar(num_arrivals=3 + policy.changes_scores + policy.values, num_barriers=stages),
@@ -117,6 +111,7 @@ def key_major(
     buffers = []
     if with_dq:
         scratch |= {
+            "ds_s": shared_tile((2, tiles.row_tokens, columns), dtype),
             "sum_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
             "ds_ready": bar(num_arrivals=CONSUMERS),
         }
@@ -131,8 +126,8 @@ def key_major(
         kernel.body,
         out_type=[grad, grad] if split == 1 else [],
         scratch_types=scratch,
-        grid=(kernel.blocks,),
-        grid_names=("block",),
+        grid=(batch, kv_heads * split * kernel.places),
+        grid_names=("batch", "block"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
@@ -151,7 +146,6 @@ class _KeyMajor:
     policy: Policy
     tiles: BackwardTiles
     scale: float
-    batch: int
     group: int
     split: int
     dim: int
@@ -163,12 +157,17 @@ class _KeyMajor:
     with_dq: bool
 
     @property
+    def by_warps(self) -> bool:
+        """Whether each warp adds its own rows of dq; where several query heads are in work, 4 % slower than at once."""
+        return self.split == 1
+
+    @property
     def by_rows(self) -> bool:
         """Whether a warpgroup computes half of the rows of a tile's dq, of which there are 128, or of its features."""
         return self.tiles.columns == CONSUMERS * ROWS
 
     def body(self, q_g, k_g, v_g, do_g, lse_g, statistics_g, *refs, **scratch):
-        """One thread block: a few items, a tile of keys of one kv head each, over some of its group's query heads."""
+        """One thread block: a tile of keys of one kv head, over all query heads of its group."""
         refs = list(refs)
         dq_g = refs.pop(0) if self.with_dq else None
         if self.split > 1:
@@ -176,89 +175,32 @@ class _KeyMajor:
         else:
             *mask_refs, dk_g, dv_g = refs
         s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
+        walk, works = self._walk(mask_refs)
         warpgroup = lax.axis_index("warpgroup")
-        if self.policy.orders_blocks:
-            items = self.policy.share(mask_refs, lax.axis_index("block"), 0)
-        else:
-            items = items_of_block(self.items, self.blocks)
-        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, mask_refs, items))
+        pl.when((warpgroup == CONSUMERS) & works)(lambda: _produce(self, s, walk))
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when((warpgroup < CONSUMERS) & works)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+            _Consumer(self, s, walk, warpgroup).run()
 
-            def item(n, step):
-                return _Consumer(self, s, self.walk(mask_refs, n), warpgroup).run(step)
-
-            lax.fori_loop(0, items, item, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    @property
-    def items(self) -> int:
-        """Of all thread blocks."""
-        return self.batch * self.places * self.split * self.kv_heads
-
-    @property
-    def blocks(self) -> int:
-        """Thread blocks."""
-        return self.policy.share_blocks if self.policy.orders_blocks else blocks_of(self.items, self.tiles)
-
-    def walk(self, mask_refs, n) -> "_Walk":
-        """What a block's n-th item visits: as the policy says, or heads side by side, then heaviest tiles."""
+    def _walk(self, mask_refs):
+        """What this thread block visits, and whether it has anything to do."""
+        number, works = lax.axis_index("block"), True
         if self.policy.orders_blocks:
-            number, kv_head = split_number(self.policy.share(mask_refs, lax.axis_index("block"), n + 1), self.kv_heads)
-            number, batch = split_number(number, self.batch)
+            place = self.policy.block(mask_refs, number)
+            works = place > 0
+            number, kv_head = split_number(place - 1, self.kv_heads)
             place, part = split_number(number, self.split)
         else:
-            number, side = split_number(item_number(n, self.blocks), self.side)
+            number, side = split_number(number, self.side)
             number, place = split_number(number, self.places)
-            number, part = split_number(number, self.split)
-            batch, section = split_number(number, self.kv_heads // self.side)
+            section, part = split_number(number, self.split)
             kv_head = section * self.side + side
-        first = Head(batch, kv_head * self.group + part * (self.group // self.split), kv_head)
+        heads = self.group // self.split
+        first = Head(lax.axis_index("batch"), kv_head * self.group + part * heads, kv_head)
         tile = place if self.policy.orders_blocks else self.policy.row_tile(mask_refs, first, place)
-        return _Walk(self, mask_refs, first, tile)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """The (query head, query tile) pairs that a tile of keys visits, head by head; all heads visit the same tiles."""
-
-    kernel: _KeyMajor
-    refs: list
-    first: Head
-    tile: jax.Array
-
-    def head(self, g):
-        """The g-th query head of this block's share of the group."""
-        return Head(self.first.batch, self.first.q + g, self.first.kv)
-
-    def _apart(self, walk, n):
-        """Full step n of a walk that begins a few tiles later than that of the tile of keys before: what blocks add
-        side by side should not all go to the same rows of dq."""
-        full = walk.total - walk.partial
-        turned = n + jnp.minimum(lax.rem(self.tile, jnp.int32(APART)), full)
-        return jnp.where(turned >= walk.total, turned - full, turned)
-
-    def each(self, visit, carry, start):
-        """Folds visit(step, index of the query tile as a function, head, masked, carry) -> carry over all pairs.
-
-        step counts from start on over all heads. Returns (the step after the last, carry).
-        """
-        walk = self.kernel.policy.walk(self.refs, self.first, self.tile)
-
-        def one_head(g, state):
-            base, carry = state
-
-            def step(masked, n, carry):
-                column = lambda: walk.column(n if masked else self._apart(walk, n))  # noqa: E731
-                return visit(base + n, column, self.head(g), masked, carry)
-
-            carry = lax.fori_loop(0, walk.partial, functools.partial(step, True), carry)
-            carry = lax.fori_loop(walk.partial, walk.total, functools.partial(step, False), carry)
-            return base + walk.total, carry
-
-        return lax.fori_loop(0, self.kernel.group // self.kernel.split, one_head, (start, carry))
+        return KeyWalk(self.policy, mask_refs, first, heads, tile), works
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,35 +221,22 @@ class _Scratch:
     q_s: jax.Ref
     do_s: jax.Ref
     statistics_s: jax.Ref
-    ds_s: jax.Ref
     column_s: jax.Ref
     values_s: list[jax.Ref]
     kv_ready: jax.Ref
-    kv_free: jax.Ref
     q_ready: jax.Ref
     do_ready: jax.Ref
     q_free: jax.Ref
     do_free: jax.Ref
     lse_s: jax.Ref | None = None
+    ds_s: jax.Ref | None = None
     sum_s: jax.Ref | None = None
     ds_ready: jax.Ref | None = None
 
 
-def _produce(kernel: _KeyMajor, s: _Scratch, mask_refs, items):
-    """Loads the keys and values of each item once, and keeps the rings of queries and douts full."""
+def _produce(kernel: _KeyMajor, s: _Scratch, walk: KeyWalk):
+    """Loads the keys and values once, then keeps the rings of queries and douts full."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
-
-    def item(n, step):
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(s.kv_free))
-        return _load_item(kernel, s, kernel.walk(mask_refs, n), step)
-
-    total = lax.fori_loop(0, items, item, jnp.int32(0))
-    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(s.kv_free))
-
-
-def _load_item(kernel: _KeyMajor, s: _Scratch, walk: _Walk, start):
-    """Loads an item, whose first step is `start`; returns the step after its last."""
     stages, batch = jnp.int32(kernel.tiles.stages), walk.first.batch
     keys = pl.ds(walk.tile * kernel.tiles.row_tokens, kernel.tiles.row_tokens)
     plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
@@ -327,12 +256,8 @@ def _load_item(kernel: _KeyMajor, s: _Scratch, walk: _Walk, start):
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
         plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
 
-    return walk.each(load, None, start)[0]
-
-
-def _half(step):
-    """Which of the two buffers of dS a step uses."""
-    return lax.rem(step, jnp.int32(2))
+    total, _ = walk.each(load, None)
+    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,42 +266,37 @@ class _Consumer:
 
     kernel: _KeyMajor
     s: _Scratch
-    walk: _Walk
+    walk: KeyWalk
     warpgroup: jax.Array
 
-    def run(self, start):
-        """Runs all steps of an item from `start` on and writes dk and dv; returns the step after the last."""
+    def run(self):
+        """Runs all steps and writes dk and dv."""
         s, kernel, dim = self.s, self.kernel, self.kernel.dim
         plgpu.barrier_wait(s.kv_ready)
         accumulator = plgpu.ACC((ROWS, dim), jnp.float32)
-        dk, dv, end = pl.run_scoped(functools.partial(self._all_steps, start), accumulator, accumulator)
+        dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         if kernel.split > 1:
             tile = (self.walk.first.kv * kernel.places + self.walk.tile) * CONSUMERS + self.warpgroup
+            rows = register_shape(PART)[0]
             for grad, gmem in ((dk, s.dk_g), (dv, s.dv_g)):
-                add_by_parts(grad, self._staging, gmem.at[self.walk.first.batch, tile])
-            return end
+                for part in range(dim // PART):
+                    target = gmem.at[self.walk.first.batch, tile, pl.ds(part * rows, rows)]
+                    self._add(grad[:, part * PART : (part + 1) * PART], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
-        if kernel.with_dq:  # the other warpgroup's last dq reads what they are staged in
+        if kernel.with_dq:  # the other warpgroup's last dq reads these keys too
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
-        for number, (grad, gmem) in enumerate(((dk * kernel.scale, s.dk_g), (dv, s.dv_g))):
+        for grad, staging, gmem in ((dk * kernel.scale, s.k_s, s.dk_g), (dv, s.v_s, s.dv_g)):
             target = gmem.at[self.walk.first.batch, keys, self.walk.first.kv]
             if kernel.grad_dtype.itemsize == 2:
-                self._write(grad.astype(kernel.grad_dtype), target, number)
+                staging[self._rows] = grad.astype(kernel.grad_dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging.at[self._rows], target)
             else:
                 target[...] = grad
-        return end
-
-    def _write(self, grad, target, number: int):
-        """Writes the number-th [keys, head_dim] tile of an item to device memory, by way of the buffers of dS."""
-        parts = self.kernel.dim // PART
-        for part in range(parts):
-            staging = self.s.ds_s.at[(number * parts + part) % 2, 0, self._rows]
-            if number * parts + part > 1:
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            staging[...] = grad[:, part * PART : (part + 1) * PART]
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(part * PART, PART)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @property
     def _staging(self):
@@ -387,32 +307,26 @@ class _Consumer:
     def _rows(self):
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
-    def _all_steps(self, start, dk_ref, dv_ref):
-        s, step = self.s, functools.partial(self._step, dk_ref, dv_ref)
+    def _all_steps(self, dk_ref, dv_ref):
         if not self.kernel.with_dq:
-            end, _ = self.walk.each(step, None, start)
-            dk, dv = dk_ref[...], dv_ref[...]
-            plgpu.barrier_arrive(s.kv_free)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return dk, dv, end
+            self.walk.each(functools.partial(self._step, dk_ref, dv_ref), None)
+            return dk_ref[...], dv_ref[...]
         # dq of a step is computed in the next one, so that no warpgroup waits for the other's dS of the same step.
-        # The step before the first has dS = 0 and adds nothing, to the first query tile of the first head.
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.kernel.tiles.columns), self.kernel.dtype), TILE)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
-        self._store_ds(_half(start + 1), zeros)
+        # Step -1 has dS = 0 and adds nothing, to the first query tile of the first head.
+        s, columns = self.s, self.kernel.tiles.columns
+        s.ds_s[1, self._rows] = plgpu.layout_cast(jnp.zeros((ROWS, columns), self.kernel.dtype), TILE)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s.ds_ready)
-        end, before = self.walk.each(step, (jnp.int32(0), self.walk.first.q), start)
+        before = (jnp.int32(0), self.walk.first.q)
+        steps, before = self.walk.each(functools.partial(self._step, dk_ref, dv_ref), before)
         plgpu.barrier_wait(s.ds_ready)
 
         def last(dq_ref):
-            self._issue_dq(dq_ref, _half(end + 1))
-            dq = dq_ref[...]
-            plgpu.barrier_arrive(s.kv_free)
-            self._add_dq(dq, before)
+            self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
+            self._add_dq(dq_ref[...], before)
 
         pl.run_scoped(last, plgpu.ACC((ROWS, PART), jnp.float32))
-        return dk_ref[...], dv_ref[...], end
+        return dk_ref[...], dv_ref[...]
 
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
@@ -420,7 +334,7 @@ class _Consumer:
         p, ds = self._gradient(masked, step, slot, head)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
-            half = _half(step)
+            half = lax.rem(step, jnp.int32(2))
         plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
         if kernel.with_dq:
             plgpu.barrier_wait(s.ds_ready)  # the step before: the other's dS is there, what it replaces is read
@@ -430,13 +344,15 @@ class _Consumer:
                 self._issue_dq(*dq_ref, 1 - half)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
-                self._store_ds(half, ds)
-                fence()
+                if not kernel.by_warps:  # the addition before has read its tile
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                s.ds_s[half, self._rows] = ds
+                fence() if kernel.by_warps else plgpu.commit_smem()
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
             if kernel.with_dq:
                 plgpu.barrier_arrive(s.ds_ready)
-                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before)
+                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before, waited=True)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.q_free.at[slot])
 
@@ -489,23 +405,29 @@ class _Consumer:
 
         return pl.run_scoped(logits_of, tile)
 
-    def _store_ds(self, half, ds):
-        for part in range(self.kernel.tiles.columns // ROWS):
-            self.s.ds_s[half, part, self._rows] = ds[:, part * ROWS : (part + 1) * ROWS]
-
     def _issue_dq(self, dq_ref, half):
         """Issues this warpgroup's half of a tile's dq."""
-        s = self.s
+        ds_s, share = self.s.ds_s.at[half], pl.ds(self.warpgroup * PART, PART)
         if self.kernel.by_rows:
-            plgpu.wgmma(dq_ref, s.ds_s.at[half, self.warpgroup].transpose((1, 0)), s.k_s)
+            plgpu.wgmma(dq_ref, ds_s.at[:, share].transpose((1, 0)), self.s.k_s)
         else:
-            features = pl.ds(self.warpgroup * PART, PART)
-            plgpu.wgmma(dq_ref, s.ds_s.at[half, 0].transpose((1, 0)), s.k_s.at[:, features])
+            plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), self.s.k_s.at[:, share])
 
-    def _add_dq(self, dq, where):
+    def _add_dq(self, dq, where, waited: bool = False):
         """Adds it to device memory; where: (query tile, query head)."""
         (tile, q_head), rows = where, register_shape(PART)[0]
         tile, features = (CONSUMERS * tile + self.warpgroup, 0) if self.kernel.by_rows else (tile, self.warpgroup)
         tiles = self.s.dq_g.shape[1] // self.s.q_g.shape[2]
         target = self.s.dq_g.at[self.walk.first.batch, q_head * tiles + tile, pl.ds(features * rows, rows)]
-        add(dq, self._staging, target)
+        self._add(dq, target, waited)
+
+    def _add(self, x, target, waited: bool = False):
+        """Adds a [64, PART] tile to device memory; waited: whether the addition before has been."""
+        if self.kernel.by_warps:
+            add(x, self._staging, target)
+            return
+        if not waited:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self._staging[...] = in_register_order(x)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self._staging, target, reduction_op="add")

@@ -104,9 +104,8 @@ def build(problem: AttentionProblem, query_rows: Callable, key_rows: Callable, t
         return hopper_order.shares(problem.batch, problem.q_heads, side, t.processors, waves, weight)
 
     def key_order(weight):
-        k, number = tiles.key_major, problem.batch * problem.kv_heads * parts * len(weight)
-        return hopper_order.key_shares(problem.mask.transpose(), k.row_tokens, problem.batch, problem.kv_heads, parts,
-                                       problem.group // parts, k.processors, waves_of(number, k), weight)
+        by_key = problem.mask.transpose()
+        return hopper_order.block_order(by_key, tiles.key_major.row_tokens, problem.kv_heads, parts, weight)
 
     query_major = query_rows(tiles.query_major.row_tokens, tiles.query_major.columns, None) if deterministic else None
     forward = query_rows(t.row_tokens, t.columns, forward_order)

@@ -8,8 +8,8 @@ in the key-major pass rows are keys and columns are queries. A policy answers, i
     load_rows(refs, head, row0, rows)   what the element test needs of a tile's rows
     seen(state, head, place)            the element test of a partial tile, bool [rows, columns]
 
-and, if it likes, what each thread block of the forward and of a key-major pass does (`share`) and what numbers of the
-columns its element test reads (`column_values`).
+and, if it likes, in which order the thread blocks of a key-major pass run (`block`) and what numbers of the columns its
+element test reads (`column_values`).
 
 `refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree,
 so its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy
@@ -91,8 +91,8 @@ class Policy:
     column_tokens: int
     changes_scores = False
     values = 0  # how many vectors `column_values` returns
-    share_blocks = 0  # thread blocks that `share` tells what to do
-    orders_blocks = False  # whether `share` says what thread blocks do
+    share_blocks = 0  # thread blocks of a forward that `share` tells what to do
+    orders_blocks = False  # whether `block` (in a key-major pass) or `share` (in the forward) says what blocks do when
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Arrays that the kernel reads from device memory."""
@@ -108,11 +108,15 @@ class Policy:
         del refs, head
         return place
 
-    def share(self, refs, block, field):
-        """Of a thread block: how many items it has (field 0), and which, from field 1 on.
+    def block(self, refs, number):
+        """1 + (row tile * parts + part) * kv heads + kv head of the thread block that comes as this number, or 0 where
+        it has nothing to do."""
+        raise NotImplementedError
 
-        An item of the forward is (row tile * batch + batch entry) * query heads + query head, of a key-major pass
-        ((row tile * parts + part) * batch + batch entry) * kv heads + kv head.
+    def share(self, refs, block, field):
+        """Of a thread block of the forward: how many items it has (field 0), and which, from field 1 on.
+
+        An item is (row tile * batch + batch entry) * query heads + query head.
         """
         raise NotImplementedError
 
@@ -177,9 +181,10 @@ class Intervals(Policy):
       starts, ends: int32 [R, rows padded to whole tiles]; (0, 0) is absent.
       partial, full: int32 [2, tiles, P], [2, tiles, F]: begins and ends of the runs of column tiles; (0, 0) absent.
       order: int32 [tiles]: 1 + the row tile to work on at each place of the grid, heaviest first; 0 means the place
-        itself. Where orders_blocks, int32 [thread blocks, fields]: see `Policy.share`.
+        itself. Where orders_blocks, int32 [thread blocks], see `Policy.block`, or [thread blocks, fields], see
+        `Policy.share`.
       row_tokens, column_tokens: tile sizes.
-      orders_blocks: whether this is the policy of a key-major pass or of the forward, whose blocks are told what to do.
+      orders_blocks: whether this is the policy of a key-major pass or of the forward, whose blocks are ordered.
     """
 
     starts: jax.Array
@@ -198,9 +203,12 @@ class Intervals(Policy):
         chosen = refs[4][place]
         return jnp.where(chosen == 0, place, chosen - 1)
 
+    def block(self, refs, number):
+        return refs[4][number]
+
     @property
     def share_blocks(self):
-        """Thread blocks, where they are ordered."""
+        """Thread blocks of a forward whose blocks are ordered."""
         return self.order.shape[0]
 
     def share(self, refs, block, field):

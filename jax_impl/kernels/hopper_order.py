@@ -10,7 +10,6 @@ from workload.masks import IntervalMask
 
 BUSY = 125  # thread blocks that keep the 132 processors of an H100 or H200 busy, but for a few
 STARTS = 2  # what an item costs besides its tiles, in the unit of weights: a full tile is 2
-KEY_STARTS = 3  # likewise in a key-major pass
 GREEDY = 100_000  # items; of more than these each block has so many that dealing them to and fro is even
 
 
@@ -25,11 +24,12 @@ def components(mask: IntervalMask, row_tokens: int, tiles: int) -> np.ndarray:
 
 
 def block_order(mask: IntervalMask, row_tokens: int, kv_heads: int, parts: int, weight: np.ndarray) -> np.ndarray:
-    """Numbers (row tile * parts + part) * kv heads + kv head of a key-major pass's items in the order to run them in.
+    """1 + numbers of the thread blocks of a key-major pass (see `Policy.block`) in the order to run them in, int32.
 
-    Items that walk the same queries should meet them in the L2 cache, and those with most to do should not come last:
+    Blocks that walk the same queries should meet them in the L2 cache, and those with most to do should not come last:
     the heaviest component first, and of each as few kv heads side by side as keep all processors busy (two at least),
-    one part of their query heads after another, its heaviest tiles first.
+    one part of their query heads after another, its heaviest tiles first. Where parts of a tile of keys are added,
+    nobody works on a tile that nobody sees: zeros at the end.
     """
     group = components(mask, row_tokens, len(weight))
     sizes, heaviest = np.bincount(group), np.zeros(group[-1] + 1, np.int64)
@@ -41,24 +41,9 @@ def block_order(mask: IntervalMask, row_tokens: int, kv_heads: int, parts: int, 
     side = np.where(enough.any(axis=1), divisors[enough.argmax(axis=1)], kv_heads)
     number = np.arange(len(weight) * parts * kv_heads)
     tile, part, head = number // (parts * kv_heads), number // kv_heads % parts, number % kv_heads
-    return np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))
-
-
-def key_shares(mask: IntervalMask, row_tokens: int, batch: int, kv_heads: int, parts: int, heads: int,
-               processors: int, waves: int, weight: np.ndarray) -> np.ndarray:
-    """What each thread block of a key-major pass does, as `shares` tells it of the forward.
-
-    Where parts of a tile of keys are added, a tile that nobody sees is nobody's item.
-
-    Args:
-      heads: query heads of a part.
-    """
-    order = block_order(mask, row_tokens, kv_heads, parts, weight)
-    cost = heads * weight[order // (kv_heads * parts)]
-    order, cost = (x[(cost > 0) | (parts == 1)] for x in (order, cost))
-    entry = np.arange(batch)[:, None]
-    numbers = ((order // kv_heads * batch + entry) * kv_heads + order % kv_heads).reshape(-1)
-    return _dealt(numbers, np.tile(cost, batch) + KEY_STARTS, batch * len(weight) * parts * kv_heads, processors, waves)
+    order = np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))
+    order = order[(weight[tile[order]] > 0) | (parts == 1)]
+    return np.pad(1 + order, (0, len(number) - len(order))).astype(np.int32)
 
 
 def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, weight: np.ndarray) -> np.ndarray:
@@ -76,14 +61,9 @@ def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, wei
         np.arange(batch), np.arange(0, q_heads, side), tiles, np.arange(side), indexing="ij")
     numbers = ((tile * batch + entry) * q_heads + section + head).reshape(-1)
     cost = weight[tile].reshape(-1) + STARTS
-    return _dealt(numbers, cost, len(numbers), processors, waves)
-
-
-def _dealt(numbers: np.ndarray, cost: np.ndarray, total: int, processors: int, waves: int) -> np.ndarray:
-    """Items in their order dealt out as `shares` says; total: how many there may be, which alone gives the size."""
-    blocks = min(processors, total)
-    most = -(-total // blocks) * (2 if waves == 1 else 1)
-    ends = np.cumsum(cost) / max(1, cost.sum())
+    blocks = min(processors, len(numbers))
+    most = -(-len(numbers) // blocks) * (2 if waves == 1 else 1)
+    ends = np.cumsum(cost) / cost.sum()
     bounds = np.searchsorted(ends, [1 - 2.0**-n for n in range(1, waves)])
     dealt: list[list[int]] = []
     for stretch, costs in zip(np.split(numbers, bounds), np.split(cost, bounds), strict=True):
