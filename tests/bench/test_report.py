@@ -226,6 +226,24 @@ def both(stack, kernel, mask, seq_len, milliseconds):
     return [forward, backward | {"key": backward["key"] + "/backward", "case": case}]
 
 
+def test_what_a_kernel_runs_and_why_not():
+    refused = attention("torch", "fa3", "full", 1024, status="unsupported", reason="needs x")
+    rows = [*both("jax", "fa1", "full", 1024, 1.0), attention("jax", "fa1", "causal", 1024, 1.0), refused]
+    masks, columns, cells = aggregate.capability(aggregate.entries(rows))
+    assert masks == ["full", "causal"] and set(columns) == {"fa1 jax", "fa3 torch"}
+    assert cells == {("full", "fa1 jax"): ("both", ""), ("causal", "fa1 jax"): ("forward", ""),
+                     ("full", "fa3 torch"): ("unsupported", "forward 1024: needs x")}
+
+
+def test_parity_is_told_where_there_is_some():
+    told = []
+    for rows in (mixed(), mixed()[:2]):
+        console = Console(file=io.StringIO(), width=160)
+        tables.parity_table(rows, console)
+        told.append(console.file.getvalue())
+    assert "Parity: worst error" in told[0] and "1.25" in told[0] and not told[1]
+
+
 def test_the_richest_setting_comes_first():
     """A shape with most rows, its longest length that has nearly as many as any, the forward pass."""
     rows = [row for n, masks in ((1024, "full causal prefix_lm_causal"), (2048, "full causal prefix_lm_causal"),
