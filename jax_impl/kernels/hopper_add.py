@@ -5,6 +5,8 @@ conflicts, and each warp adds what its threads staged as one run of memory: none
 brings such tiles back into rows and columns.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,11 +89,20 @@ def add(x: jax.Array, staging, target, pending: int | None = 0):
     plgpu.warp_map(send)
 
 
-def add_by_parts(x: jax.Array, staging, target):
-    """As `add`, PART columns at a time."""
+def add_at_once(x: jax.Array, staging, target, waited: bool = False):
+    """As `add`, but all warps together, by one copy; waited: whether the addition before has been waited for."""
+    if not waited:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[...] = in_register_order(x)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+
+def add_by_parts(x: jax.Array, staging, target, adds: Callable = add):
+    """Adds [64, n * PART] by `add` or `add_at_once`, PART columns at a time."""
     rows = register_shape(PART)[0]
     for part in range(x.shape[1] // PART):
-        add(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
+        adds(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
 
 
 def wait(pending: int = 0):

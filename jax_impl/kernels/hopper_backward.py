@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, ROWS, add, by_token, in_register_order, register_shape
+from jax_impl.kernels.hopper_add import PART, ROWS, add, add_at_once, add_by_parts, by_token, register_shape
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
@@ -29,7 +29,7 @@ from jax_impl.kernels.hopper_forward import (
     split_number,
     value_tiles,
 )
-from jax_impl.kernels.hopper_inline import fence
+from jax_impl.kernels.hopper_inline import fence, opaque_zero
 from jax_impl.kernels.hopper_key_walk import KeyWalk
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
@@ -277,11 +277,8 @@ class _Consumer:
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
         if kernel.split > 1:
             tile = (self.walk.first.kv * kernel.places + self.walk.tile) * CONSUMERS + self.warpgroup
-            rows = register_shape(PART)[0]
             for grad, gmem in ((dk, s.dk_g), (dv, s.dv_g)):
-                for part in range(dim // PART):
-                    target = gmem.at[self.walk.first.batch, tile, pl.ds(part * rows, rows)]
-                    self._add(grad[:, part * PART : (part + 1) * PART], target)
+                add_by_parts(grad, self._staging, gmem.at[self.walk.first.batch, tile], add_at_once)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
@@ -367,9 +364,9 @@ class _Consumer:
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         vectors = s.statistics_s.at[slot].transpose((1, 0))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        # As far as the compiler can tell it depends on the step (whose sign is always 0): held over all steps, the
-        # descriptors of all these operands would take more registers than there are.
-        mine = pl.ds((self.warpgroup + lax.shift_right_logical(step, jnp.int32(31))) * ROWS, ROWS)
+        # As far as the compiler can tell it depends on the step: held over all steps, the descriptors of all these
+        # operands would take more registers than there are.
+        mine = pl.ds((self.warpgroup + opaque_zero(step)) * ROWS, ROWS)
         # A barrier's wait is a loop: accumulators that begin behind it begin as zeros of their first product.
         plgpu.barrier_wait(s.q_ready.at[slot])
 
@@ -414,20 +411,12 @@ class _Consumer:
             plgpu.wgmma(dq_ref, ds_s.transpose((1, 0)), self.s.k_s.at[:, share])
 
     def _add_dq(self, dq, where, waited: bool = False):
-        """Adds it to device memory; where: (query tile, query head)."""
+        """Adds it to device memory; where: (query tile, query head); waited: see `add_at_once`."""
         (tile, q_head), rows = where, register_shape(PART)[0]
         tile, features = (CONSUMERS * tile + self.warpgroup, 0) if self.kernel.by_rows else (tile, self.warpgroup)
         tiles = self.s.dq_g.shape[1] // self.s.q_g.shape[2]
         target = self.s.dq_g.at[self.walk.first.batch, q_head * tiles + tile, pl.ds(features * rows, rows)]
-        self._add(dq, target, waited)
-
-    def _add(self, x, target, waited: bool = False):
-        """Adds a [64, PART] tile to device memory; waited: whether the addition before has been."""
         if self.kernel.by_warps:
-            add(x, self._staging, target)
-            return
-        if not waited:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self._staging[...] = in_register_order(x)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self._staging, target, reduction_op="add")
+            add(dq, self._staging, target)
+        else:
+            add_at_once(dq, self._staging, target, waited)

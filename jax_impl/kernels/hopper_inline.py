@@ -1,8 +1,10 @@
-"""What the Hopper kernels say below Pallas: a fence and a wait that are no barrier, and roundings in pairs."""
+"""What the Hopper kernels say below Pallas: a fence and a wait that are no barrier, and roundings in pairs; and one
+thing that they keep from the compiler."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -10,6 +12,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_impl.kernels.hopper_masks import TILE
+
+
+def opaque_zero(count):
+    """0, of a number that is never negative, as the compiler cannot tell: what it is added to seems to vary with it."""
+    return lax.shift_right_logical(count, jnp.int32(31))
 
 
 def fence() -> None:

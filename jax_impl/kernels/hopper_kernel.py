@@ -99,12 +99,11 @@ def build(problem: AttentionProblem, query_rows: Callable, key_rows: Callable, t
     side = heads_side_by_side(problem.q_heads, problem.kv_heads, 4 * problem.kv_len * problem.head_dim, t.l2_bytes)
     parts = 1 if deterministic else math.gcd(tiles.key_major.split, problem.group)
 
-    def forward_order(weight):
+    def forward_order(_, weight):
         waves = waves_of(items * len(weight), t)
         return hopper_order.shares(problem.batch, problem.q_heads, side, t.processors, waves, weight)
 
-    def key_order(weight):
-        by_key = problem.mask.transpose()
+    def key_order(by_key, weight):
         return hopper_order.block_order(by_key, tiles.key_major.row_tokens, problem.kv_heads, parts, weight)
 
     query_major = query_rows(tiles.query_major.row_tokens, tiles.query_major.columns, None) if deterministic else None

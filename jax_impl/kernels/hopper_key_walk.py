@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_impl.kernels.hopper_inline import opaque_zero
 from jax_impl.kernels.hopper_masks import Head, Policy, Walk
 
 APART = 16  # query tiles among which thread blocks that run side by side begin a walk of the same ones
@@ -50,10 +51,9 @@ class KeyWalk:
             carry = lax.fori_loop(walk.partial, walk.total, functools.partial(step, False), carry)
             return base + walk.total, carry
 
-        # Of a loop of one turn ptxas keeps less in uniform registers, a tenth more instructions a step: so that none is
-        # seen to be one, the sign of a walk's length, which is always 0, is added to the number of turns.
-        heads = self.heads + lax.shift_right_logical(walk.total, jnp.int32(31))
-        return lax.fori_loop(0, heads, one_head, (jnp.int32(0), carry))
+        # Of a loop of one turn ptxas keeps less in uniform registers, a tenth more instructions a step: so none is seen
+        # to be one.
+        return lax.fori_loop(0, self.heads + opaque_zero(walk.total), one_head, (jnp.int32(0), carry))
 
     def _apart(self, walk: Walk, n):
         """Full step n of a walk that begins a few tiles later than that of the tile of keys before: what blocks add

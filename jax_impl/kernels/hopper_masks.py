@@ -243,14 +243,14 @@ def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=No
     """The policy of a row-interval mask for one pair of tile sizes; a key-major pass hands in `mask.transpose()`.
 
     Args:
-      order: weights of the row tiles -> what the policy's `order` is where it orders thread blocks.
+      order: (mask, weights of its row tiles) -> what the policy's `order` is where it orders thread blocks.
     """
     runs = mask.tile_runs(row_tokens, column_tokens)
     tiles = len(runs.full_begin)
     pad = ((0, 0), (0, tiles * row_tokens - mask.q_len))
     # A tile that an element test has to pass costs about half as much again as a full one.
     weight = 2 * runs.full_count + 3 * runs.partial_count
-    ordered = order(weight) if order and mask.q_len else np.argsort(-weight, kind="stable") + 1
+    ordered = order(mask, weight) if order and mask.q_len else np.argsort(-weight, kind="stable") + 1
     arrays = (
         np.pad(mask.starts, pad),
         np.pad(mask.ends, pad),

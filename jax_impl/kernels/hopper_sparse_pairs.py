@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
-from jax_impl.kernels.hopper_inline import fence, rounded, widened
+from jax_impl.kernels.hopper_inline import fence, opaque_zero, rounded, widened
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
 from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, KeyGrid, ListRefs, Walk
@@ -178,10 +178,10 @@ class _Consumer:
     def _operand(self, n):
         """The same rows, as an operand of the products of step n.
 
-        They seem to vary with n, whose sign is always 0: else the compiler makes the descriptors of all products before
-        the loop, more than it has uniform registers for.
+        They seem to vary with n: else the compiler makes the descriptors of all products before the loop, more than it
+        has uniform registers for.
         """
-        return pl.ds((self.warpgroup + lax.shift_right_logical(n, jnp.int32(31))) * ROWS, ROWS)
+        return pl.ds((self.warpgroup + opaque_zero(n)) * ROWS, ROWS)
 
     @property
     def _keys(self):
