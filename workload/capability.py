@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from workload.masks import REGULAR_MASKS, STATIC_MASKS
-from workload.problem import PASSES, AttentionProblem, check_kind
+from workload.problem import PASSES, AttentionProblem
 
 DYNAMIC_MASKS = ("uniform_block", "variable_block")
 ALL_MASKS = (*STATIC_MASKS, *DYNAMIC_MASKS)
@@ -44,8 +44,7 @@ class Capability:
     source: str = ""
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
-        """Why the kernel cannot take this problem, naming the argument; None where it can. TypeError: it is none."""
-        check_kind("problem", problem, AttentionProblem)
+        """Why the kernel cannot take this problem, naming the argument; None where it can."""
         name = problem.mask.name
         takes_custom = set(ALL_STATIC) <= set(self.masks)
         checks = (

@@ -1,8 +1,10 @@
 """AttentionProblem: what is computed, and what it costs in FLOPs and bytes."""
 
 import dataclasses
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 from workload.block_masks import BlockMask
@@ -44,6 +46,16 @@ def check_kind(name: str, x: Any, *kinds: type[Any]) -> None:
     if not isinstance(x, kinds):
         wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
         raise TypeError(f"{name}: {type(x).__module__}.{type(x).__qualname__} is no {wanted}")
+
+
+def of_problem(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which a first argument that is no `AttentionProblem` is a TypeError naming it."""
+    @functools.wraps(function)
+    def checked(problem, *args, **kwargs):
+        check_kind("problem", problem, AttentionProblem)
+        return function(problem, *args, **kwargs)
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -155,10 +155,9 @@ class Schedule:
         """Raises `Unsupported` where heads cannot travel and compute in so many groups."""
         signature = self.signature
         reasons = (
-            (groups >= 1, "must be 1 at least"),
             (groups == 1 or signature.gathers, "a ring walk hides its hops behind its steps already"),
             (groups == 1 or self.problem.mask.heads == 1, "the mask differs by head"),
-            (signature.heads.kv_local % max(1, groups) == 0, f"a rank has {signature.heads.kv_local} kv heads"),
+            (signature.heads.kv_local % groups == 0, f"a rank has {signature.heads.kv_local} kv heads"),
         )
         for good, why in reasons:
             if not good:

@@ -90,6 +90,7 @@ def token_mean(values, plan: Plan, side: str = "q") -> jax.Array:
       values: [batch, world * length], a loss per token, in the order of `shard`.
     """
     held = positions(plan, side) >= 0
+    check_kind("values", values, jax.Array, np.ndarray)
     if tuple(values.shape[1:]) != held.shape:
         raise ValueError(f"values: shape {tuple(values.shape)} is not [batch, {len(held)}]")
     total = jnp.where(held, values.astype(jnp.float32), 0.0).sum()

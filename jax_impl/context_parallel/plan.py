@@ -13,7 +13,7 @@ from jax_impl import kernels
 from jax_impl.context_parallel.local import Data, Local
 from jax_impl.kernels import stack
 from workload.block_masks import BlockMask
-from workload.errors import Unsupported
+from workload.errors import Unsupported, integer
 from workload.problem import AttentionProblem, check_kind
 from workload.schedule import Schedule, schedule_under
 from workload.sharding import Sharding
@@ -115,6 +115,7 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1, *
             on_host: bool = False) -> Plan:
     """The plan that executes a schedule with a local kernel; arguments as in `make_plan`."""
     check_kind("schedule", schedule, Schedule)
+    head_groups = integer("head_groups", head_groups, 1)
     schedule.check_head_groups(head_groups)
     signature = schedule.signature
     if signature.scheme == "usp" and signature.topology.ulysses == 1:  # without an exchange it is the ring, one program
@@ -200,8 +201,7 @@ def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def batch_groups(mesh: Mesh, batch_axes: Any) -> int:
     """Among how many groups of ranks these axes of a mesh split the batch; ValueError where it lacks one."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: {type(mesh).__name__} is no jax.sharding.Mesh")
+    check_kind("mesh", mesh, Mesh)
     axes = jax.tree.leaves(batch_axes)
     for axis in axes:
         if axis not in mesh.shape:

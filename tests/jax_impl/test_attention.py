@@ -92,11 +92,14 @@ def test_operands_of_another_kind_are_refused_by_name(place, name):
             attention(*given, MASKS[0])
 
 
-def test_what_is_no_problem_is_refused_by_name():
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_what_is_no_problem_is_refused_by_name(name):
     """Once an AttributeError of something inside."""
-    for ask in (kernels.get("naive").refuse, kernels.get("naive").require):
-        with pytest.raises(TypeError, match="^problem: .*NoneType is no .*AttentionProblem"):
-            ask(None)
+    kernel = kernels.get(name)
+    for ask in (kernel.refuse, kernel.require, kernel.prepare):
+        for other, said in ((None, "NoneType"), (MASKS[0], "IntervalMask")):
+            with pytest.raises(TypeError, match=f"^problem: .*{said} is no .*AttentionProblem"):
+                ask(other)
 
 
 @pytest.mark.parametrize("kernel", kernels.NAMES)

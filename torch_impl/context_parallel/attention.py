@@ -85,6 +85,7 @@ def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tenso
       values: [batch, length], a loss per token.
     """
     held = positions(plan, side) >= 0
+    check_kind("values", values, torch.Tensor)
     if tuple(values.shape[1:]) != tuple(held.shape):
         raise ValueError(f"values: shape {tuple(values.shape)} is not [batch, {len(held)}]")
     mine = torch.where(held, values.float(), 0.0).sum()

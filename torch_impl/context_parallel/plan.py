@@ -9,7 +9,7 @@ from torch_impl import kernels
 from torch_impl.context_parallel.local import Data, Local
 from torch_impl.context_parallel.mesh import Mesh
 from workload.block_masks import BlockMask
-from workload.errors import Unsupported
+from workload.errors import Unsupported, integer
 from workload.problem import AttentionProblem, check_kind
 from workload.schedule import EMPTY, Schedule, schedule_under
 from workload.sharding import Sharding
@@ -45,8 +45,7 @@ def make_plan(
 
     Raises: `Unsupported` where the scheme or the kernel cannot take the problem, before anything runs.
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: {type(mesh).__name__} is no Mesh of make_mesh")
+    check_kind("mesh", mesh, Mesh)
     check_kind("problem", problem, AttentionProblem)
     topology = _topology(scheme, mesh, window)
     if topology.window != mesh.topology.window:
@@ -60,6 +59,7 @@ def plan_of(schedule: Schedule, mesh: Mesh, kernel: str, head_groups: int = 1) -
     """The plan of the mesh's rank that executes a schedule with a local kernel."""
     check_kind("schedule", schedule, Schedule)
     signature, rank = schedule.signature, mesh.rank
+    head_groups = integer("head_groups", head_groups, 1)
     schedule.check_head_groups(head_groups)
     ring_index = schedule.topology.place(rank)[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from workload.capability import Capability
 from workload.errors import Unsupported
-from workload.problem import PASSES, AttentionProblem
+from workload.problem import PASSES, AttentionProblem, check_kind, of_problem
 
 
 def _always() -> None:
@@ -71,8 +71,12 @@ class Kernel:
     running: Running | None = None
     compile_ahead: Callable[..., None] | None = None
 
+    def __post_init__(self):
+        object.__setattr__(self, "prepare", of_problem(self.prepare))
+
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
-        """Why it cannot run this problem here: the machine's reason first, then the argument's."""
+        """Why it cannot run this problem here: the machine's reason first, then the argument's. TypeError: no problem."""
+        check_kind("problem", problem, AttentionProblem)
         return self.available() or self.capability.refuse(problem, passes)
 
     def require(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> None:

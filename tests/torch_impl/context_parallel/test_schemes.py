@@ -286,13 +286,17 @@ def test_operands_that_do_not_fit_the_plan(change, message):
     (lambda x, plan: context_parallel.positions(plan, "k"), "side: 'k'"),
     (lambda x, plan: context_parallel.make_plan(
         AttentionProblem(masks.full(4, 4)), scheme="ring", mesh=plan.local.mesh, sharding=None), "sharding: None"),
-    (lambda x, plan: context_parallel.make_plan(plan, scheme="ring", mesh=None), "mesh: NoneType"),
+    (lambda x, plan: context_parallel.make_plan(plan, scheme="ring", mesh=None), "mesh: builtins.NoneType"),
     (lambda x, plan: context_parallel.make_plan(None, scheme="ring", mesh=plan.local.mesh), "problem: .*NoneType"),
     (lambda x, plan: context_parallel.plan_of(plan, plan.local.mesh, "naive"), "schedule: .*Plan is no .*Schedule"),
     (lambda x, plan: context_parallel.attend(x, x, x, None), "plan: builtins.NoneType is no .*Plan"),
     (lambda x, plan: context_parallel.shard(x, None), "plan: builtins.NoneType is no .*Plan"),
     (lambda x, plan: context_parallel.unshard(x, None), "plan: builtins.NoneType is no .*Plan"),
     (lambda x, plan: context_parallel.token_mean(x, plan.data), "plan: .*Data is no .*Plan"),
+    (lambda x, plan: context_parallel.token_mean([1.0], plan), "values: builtins.list"),
+    *((lambda x, plan, n=n: context_parallel.make_plan(
+        AttentionProblem(masks.full(4, 4)), scheme="ring", mesh=plan.local.mesh, head_groups=n),
+       f"head_groups: {n!r} is not an integer >= 1") for n in (0, "2", 1.5, None)),
 ])
 def test_bad_arguments_beside_the_operands_are_named(call, message):
     problem = AttentionProblem(masks.full(4, 4), 1, 4, 4, 2, "float32")
