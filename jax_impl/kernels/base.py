@@ -60,7 +60,7 @@ class Kernel:
         object.__setattr__(self, "prepare", of_problem(self.prepare))
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
-        """Why it cannot run this problem here: the machine's reason first, then the argument's. TypeError: no problem."""
+        """Why it cannot run this problem here, the machine's reason first; TypeError on what is no problem."""
         check_kind("problem", problem, AttentionProblem)
         return self.available() or self.capability.refuse(problem, passes)
 
