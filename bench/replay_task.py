@@ -22,7 +22,7 @@ from parity.inputs import make_inputs, widened
 from workload.block_masks import BlockMask
 from workload.capability import DYNAMIC_MASKS
 from workload.masks import IntervalMask
-from workload.problem import AttentionProblem
+from workload.problem import PASSES, AttentionProblem
 from workload.schedule import Schedule
 
 LONG_SECONDS = 0.02
@@ -287,6 +287,17 @@ def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any
     return {"runs": runs, "once": group.once}
 
 
+def again(number: int) -> dict[str, float]:
+    """One more sample, seconds of both passes, of a case that `times` has timed and that walks no ring."""
+    group = _ready[0]
+    assert isinstance(group.programs, _Programs)
+    [work] = (w for w in group.works if w.case == number)
+    long = {which: s > LONG_SECONDS for which, s in zip(PASSES, group.seconds[work.name, work.place], strict=True)}
+    calls = group.programs.calls(group.operands[work.name])
+    return {which: group.programs.stack.sampler(lambda _, call=call: call(), long[which])(0)
+            for which, call in zip(PASSES, calls, strict=True)}
+
+
 def spots() -> dict[str, float]:
     """The largest errors at spot-checked rows and keys of some problems of the case that was timed first."""
     group, found = _ready[0], {}
@@ -332,11 +343,15 @@ class _Programs:
     def seconds(self, operands, place: str, protocol: Protocol) -> tuple[float, float]:
         """Of both passes."""
         assert place == FIRST
+        forward, backward = self.calls(operands)
+        return seconds_of(self.stack, forward, protocol), seconds_of(self.stack, backward, protocol)
+
+    def calls(self, operands):
+        """Both passes, ready to be called."""
         q, k, v, dout = self.inputs
         out, lse = self._forward(q, k, v, operands)
-        calls = (functools.partial(self._forward, q, k, v, operands),
-                 functools.partial(self._backward, q, k, v, out, lse, dout, operands))
-        return seconds_of(self.stack, calls[0], protocol), seconds_of(self.stack, calls[1], protocol)
+        return (functools.partial(self._forward, q, k, v, operands),
+                functools.partial(self._backward, q, k, v, out, lse, dout, operands))
 
     def seconds_once(self, operands, protocol: Protocol) -> list[float]:
         """Nothing besides."""

@@ -92,18 +92,24 @@ def test_equal_local_problems_are_run_once():
     assert len(works) == 4 * 4 and len({w.name for w in works}) == 3  # own, from before, from behind
 
 
-def test_rows_tell_efficiency_and_a_refused_grid(tmp_path):
+def test_rows_tell_efficiency_and_a_refused_grid(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "FRESH_SECONDS", 0.0)  # T1 is timed again before each case
     spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
     cases = [Case("jax", "ring", spec, 2, "zigzag"), Case("jax", "usp", spec, 2, "zigzag", ulysses=3)]
     settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), False, 2)
     with open_records(Options(settings.out)) as writer, Workers() as workers:
-        replay.Replay(settings, workers, writer).run(cases)
+        run = replay.Replay(settings, workers, writer)
+        run.run(cases)
     rows = {row["case"]["scheme"]: row for row in records.read(settings.out)}
     ring = rows["ring"]
     assert ring["status"] == "ok", ring["reason"]
     assert {(r["step"], r["rank"]) for r in ring["runs"]} == {(t, r) for t in range(2) for r in range(2)}
     assert len(ring["forward"]["slowest"]) == 2 and ring["distinct"] == 3
     one, both = ring["one_device"], ring["efficiency"]["compute"]
+    [timed] = run._ones.values()
+    first, second = timed.timings
+    assert rows["ulysses"]["runs"] == [first] and second["forward"] > 0
+    assert one["backward"]["seconds"] == min(first["backward"], second["backward"]) == timed.best["backward"]
     assert both["forward"] == pytest.approx(one["forward"]["seconds"] / (2 * ring["forward"]["compute"]))
     assert ring["efficiency"]["predicted"]["both"] <= both["both"]
     assert rows["usp"]["status"] == "unsupported" and "ulysses" in rows["usp"]["reason"]
