@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tests.schemes import GROUPED, UNGROUPED, Case
 from tests.torch_impl.context_parallel import cases
 from torch_impl import context_parallel
-from torch_impl.context_parallel import local
+from torch_impl.context_parallel import local, ring
 from torch_impl.context_parallel.threads import ThreadCommunicator, ThreadRanks
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload import masks
@@ -438,6 +439,27 @@ def test_what_is_made_first_travels_while_the_rest_is_made(scheme, order, monkey
     out = whole(scheme, 2, {}, masks.full(16, 16), *torch.randn(3, 1, 16, 2, 4), sharding="contiguous")
     assert all(torch.isfinite(x).all() for x in out)
     assert [word for word in told if word in order] == order
+
+
+@pytest.mark.parametrize("scheme,grid", [("ring", {}), ("loongtrain", {"ulysses": 1, "window": 2})])
+def test_key_buffers_do_not_grow_with_the_ring(scheme, grid, monkeypatch):
+    """A rank holds the block it computes against and those under way: on eight ranks as many as on four."""
+    enter, held, most = ring._Walk.enter, {}, {}
+
+    def watched(self, t):
+        block = enter(self, t)
+        arrived = held.setdefault(threading.current_thread().name, [])
+        arrived += [weakref.ref(x) for x in block]
+        alive = sum(x() is not None for x in arrived)
+        most[len(self.steps)] = max(most.get(len(self.steps), 0), alive)
+        return block
+
+    monkeypatch.setattr(ring._Walk, "enter", watched)
+    for world in (4, 8):
+        held.clear()
+        whole(scheme, world, grid, masks.full(32, 32), *torch.randn(3, 1, 32, 2, 4), sharding="contiguous")
+        assert all(len(arrived) == 2 * 2 * world for arrived in held.values())  # k and v, both passes
+    assert most[8] == most[4] < 2 * 8, most  # fewer than the k and v of eight ranks
 
 
 @pytest.mark.parametrize("dtype,dim,whole", [
