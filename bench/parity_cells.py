@@ -20,6 +20,7 @@ from parity.matrix import SHAPES
 
 ROUNDS = 3
 GRACE = 20.0  # seconds for what is at work when the time is up
+KEPT = 16  # cells of schemes that a job keeps on its devices, to be timed
 
 
 class Cell(Protocol):
@@ -109,6 +110,11 @@ class Rows:
     def over(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() > self._until
+
+    @property
+    def closed(self) -> bool:
+        """Whether what was at work when the time was up has had its seconds too."""
+        return time.monotonic() > self._until + GRACE
 
     def patience(self, deadline: float) -> float:
         """Seconds that a step which begins now may take."""

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import statistics
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
+from bench.parity_cells import KEPT
 from jax_impl import context_parallel as cp
 from jax_impl.context_parallel.attention import backward, forward
 from jax_impl.context_parallel.plan import alike, default_kernel, place
@@ -23,6 +25,7 @@ from parity import checkpoints
 from parity.compare import RESULTS, errors, over_budget
 from parity.inputs import TENSORS
 from parity.reference import Reference, sample_of
+from workload.capability import DYNAMIC_MASKS
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
 
@@ -32,34 +35,60 @@ CALLS = 5
 
 
 class _Built:
-    """A cell's plan, its sharded inputs and its compiled passes."""
+    """A cell's plan and its compiled passes; once it has run, its sharded inputs."""
 
-    def __init__(self, plan: cp.Plan, problem: AttentionProblem, inputs: str):
+    def __init__(self, plan: cp.Plan, problem: AttentionProblem):
         self.plan, self.problem = place(plan), problem
-        whole = checkpoints.restore(inputs)
-        self.placed = {name: cp.shard(np.asarray(whole[name]), self.plan, SIDE.get(name, "q")) for name in TENSORS}
-        q, k, v, dout = self.placed.values()
+        self.placed: dict[str, jax.Array] = {}
+        self.results: dict[str, jax.Array] = {}
+        sharded = NamedSharding(plan.program.mesh, plan.program.spec())
+        q, k, v, dout = (
+            jax.ShapeDtypeStruct((shape[0], positions.size, *shape[2:]), problem.dtype, sharding=sharded)
+            for shape, positions in ((problem.q_shape, plan.data.q_positions),
+                                     *[(problem.kv_shape, plan.data.kv_positions)] * 2,
+                                     (problem.q_shape, plan.data.q_positions)))
         compiled = stack_of("jax").compile_ahead  # once for masks of one signature
         self.forward, _ = compiled("forward", forward, self.plan, q, k, v)
         saved = jax.tree.map(lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
                              jax.eval_shape(forward, self.plan, q, k, v), self.forward.output_shardings)[1]
         self.backward, _ = compiled("backward", backward, self.plan, saved, dout)
 
-    @functools.cached_property
-    def results(self) -> dict[str, jax.Array]:
-        """Of both passes."""
+    def run(self, inputs: str) -> None:
+        """Both passes on the inputs of a checkpoint."""
+        whole = checkpoints.restore(inputs)
+        self.placed = {name: cp.shard(np.asarray(whole[name]), self.plan, SIDE.get(name, "q")) for name in TENSORS}
         q, k, v, dout = self.placed.values()
         result, saved = self.forward(self.plan, q, k, v)
-        return dict(zip(RESULTS, (*result, *self.backward(self.plan, saved, dout)), strict=True))
+        self.results = dict(zip(RESULTS, (*result, *self.backward(self.plan, saved, dout)), strict=True))
+        jax.block_until_ready(self.results)
 
-    def both(self) -> Any:
+    def again(self) -> None:
         """Both passes once more."""
         q, k, v, dout = self.placed.values()
         _, saved = self.forward(self.plan, q, k, v)
-        return self.backward(self.plan, saved, dout)
+        jax.block_until_ready(self.backward(self.plan, saved, dout))
 
 
-_held: dict[Case, _Built] = {}  # the cells built of those beside one another
+_held: dict[Case, _Built] = {}
+
+
+def ready() -> None:
+    """Nothing: the worker has imported this module."""
+
+
+def programs(of: list[dict[str, Any]]) -> list[int]:
+    """For each of some cells the number of the first that compiles to the same programs, once their plans are alike.
+
+    Cells under dynamic masks, whose plans take seconds, count as of programs of their own.
+    """
+    cases, known = [from_record(case) for case in of], {}
+    plans = _plans(tuple(case for case in cases if case.spec.mask not in DYNAMIC_MASKS))
+
+    def program(case: Case) -> Hashable:
+        leaves, tree = jax.tree.flatten(plans.get(case, case))
+        return tree, tuple(x.shape if isinstance(x, np.ndarray) else x for x in leaves)
+
+    return [known.setdefault(program(case), n) for n, case in enumerate(cases)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -78,30 +107,30 @@ def _plan(case: Case) -> cp.Plan:
     return cp.plan_of(case.schedule(problem, with_lse=True), mesh, kernel, on_host=True)
 
 
-def build(case: dict[str, Any], beside: list[dict[str, Any]], inputs: str) -> None:
-    """Makes a cell ready: its plan, alike those of the cells beside it, both passes compiled, the inputs placed.
+def build(case: dict[str, Any], beside: list[dict[str, Any]]) -> None:
+    """Makes a cell ready: its plan, alike those of the cells beside it, and both passes, compiled.
 
     Unsupported where its plan is refused.
     """
-    chosen, others = from_record(case), tuple(from_record(c) for c in beside)
-    if not _held.keys() <= set(others):
-        _held.clear()
-    plan = _plans(others).get(chosen) or _plan(chosen)
-    _held[chosen] = _Built(plan, chosen.spec.problem(), inputs)
+    while len(_held) >= KEPT:
+        del _held[next(iter(_held))]
+    chosen = from_record(case)
+    plan = _plans(tuple(from_record(c) for c in beside)).get(chosen) or _plan(chosen)
+    _held[chosen] = _Built(plan, chosen.spec.problem())
 
 
 def _of(case: dict[str, Any]) -> _Built:
     return _held[from_record(case)]
 
 
-def run(case: dict[str, Any], folder: str) -> str:
-    """Of a cell that is built: saves the sharded inputs as a checkpoint, runs both passes.
+def run(case: dict[str, Any], folder: str, inputs: str) -> str:
+    """Of a cell that is built: runs both passes on the inputs and saves their shards as a checkpoint.
 
     Returns: the local kernel's name.
     """
     built = _of(case)
+    built.run(inputs)
     checkpoints.save(Path(folder) / "inputs", built.placed)
-    jax.block_until_ready(built.results)
     return built.plan.program.kernel
 
 
@@ -121,6 +150,7 @@ def judge(case: dict[str, Any], folder: str, reference: str) -> dict[str, Any]:
         for side, results in (("jax", built.results), ("torch", theirs))
     }
     found = {side: errors(results, judged.results) for side, results in got.items()}
+    built.results = {}  # memory, for what is built next
     wrong = [f"{side} {line}" for side, measured in found.items() for line in over_budget(measured, judged.budget)]
     return {"errors": found | {"cross": errors(got["jax"], got["torch"])}, "budget": judged.budget,
             "oracle": judged.oracle, "wrong": wrong}
@@ -136,10 +166,10 @@ def _joined(name: str, x: jax.Array, plan) -> np.ndarray:
 def clock(case: dict[str, Any]) -> float:
     """Seconds of both passes on all ranks, the median of a few calls."""
     built, seconds = _of(case), []
-    jax.block_until_ready(built.both())
+    built.again()
     for _ in range(CALLS):
         began = time.perf_counter()
-        jax.block_until_ready(built.both())
+        built.again()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,15 +18,14 @@ from typing import Any
 
 from bench import context_parallel_cases as cp
 from bench import engine
-from bench.parity_cells import Problems, Rows, in_turns, spec_of
-from bench.turns import Turns
+from bench.parity_cells import KEPT, Problems, Rows, in_turns, spec_of
 from bench.workers import Failure, Worker
 from parity.budgets import cross_budget
 from parity.compare import over_budget
+from workload.capability import DYNAMIC_MASKS
 from workload.errors import Unsupported
 from workload.scratch import scratch
 
-GROUP = 7  # cells of a scheme that a job takes at once: some share a compilation
 JAX, TORCH = "bench.parity_jax_ranks", "bench.parity_torch_ranks"
 
 
@@ -101,61 +101,87 @@ class Gang(contextlib.ExitStack):
         failed = {rank: a for rank, a in enumerate(answers) if isinstance(a, Failure)}
         if not failed:
             return answers
-        self._joined = False
-        for worker in self._workers:
-            worker.kill()
+        if {f.status for f in failed.values()} != {"unsupported"} or len(failed) < len(answers):
+            self._joined = False  # ranks that do not fail alike may wait for one another
+            for worker in self._workers:
+                worker.kill()
         first = min(failed.values(), key=lambda f: f.status == "timeout")  # a rank that waited for another tells less
         return Failure(first.status, "; ".join(f"rank {rank}: {f.reason}" for rank, f in failed.items()))
 
 
 class Run(contextlib.ExitStack):
-    """A job of scheme cells: the workers that it keeps. One turn of `turns` is its to check, or alone to time."""
+    """A job of scheme cells: the workers that it keeps, and the rows of cells that agree and are still to be timed."""
 
-    def __init__(self, rows: Rows, problems: Problems, turns: Turns, deadline: float, world: int, on_gpu: bool):
+    def __init__(self, rows: Rows, problems: Problems, deadline: float, world: int, on_gpu: bool):
         super().__init__()
-        self._rows, self._problems, self._turns, self._deadline, self._on_gpu = rows, problems, turns, deadline, on_gpu
+        self._rows, self._problems, self._deadline, self._on_gpu = rows, problems, deadline, on_gpu
         self._workers = self.enter_context(engine.Workers(environ={"JAX_NUM_CPU_DEVICES": str(world)}))
         self._gang = self.enter_context(Gang(world))
+        self._good: dict[Cell, dict[str, Any]] = {}
 
-    def work(self, left: "collections.deque[tuple[Cell, ...]]") -> None:
-        """Judges what is left, a few cells of a scheme after the other, until the time is up.
-
-        On GPUs cells that agree are timed, those of a group together: meanwhile no other job runs anything. Where the
-        time does not suffice, or a worker was lost, their rows have no times.
-        """
-        with concurrent.futures.ThreadPoolExecutor(3) as threads:  # importing takes seconds
-            threads.submit(self._workers.start, ["jax"], self._deadline)
-            threads.submit(self._workers["judge"].ask, f"{engine.TASKS}:devices", self._deadline)
+    def start(self) -> None:
+        """Starts the workers side by side: importing takes seconds."""
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            threads.submit(self._workers["jax"].ask, f"{JAX}:ready", self._deadline)
+            threads.submit(self._workers["judge"].ask, f"{JAX}:ready", self._deadline)
             threads.submit(self._gang.join, self._deadline)
+
+    def grouped(self, cells: Sequence[Cell], size: int) -> list[tuple[Cell, ...]]:
+        """Cells that a job takes at once: at most `size`, of one program of JAX's; what takes longest in front."""
+        found = self._workers["jax"].ask(f"{JAX}:programs", self._deadline, of=[cell.of("jax") for cell in cells])
+        of_program: dict[int, list[Cell]] = collections.defaultdict(list)
+        for number, cell in enumerate(cells):
+            of_program[number if isinstance(found, Failure) else found[number]].append(cell)
+        groups = [part for some in of_program.values() for part in itertools.batched(some, size)]
+        return sorted(groups, key=lambda some: (some[0].case.spec.mask not in DYNAMIC_MASKS, -len(some)))
+
+    def check(self, left: "collections.deque[tuple[Cell, ...]]") -> None:
+        """Judges groups of cells until none is left, no more can be kept to be timed, or the time is up.
+
+        On GPUs the rows of cells that agree are kept for `clock`, unless a worker that held one of them is lost.
+        """
         while not self._rows.over:
             try:
                 some = left.popleft()
             except IndexError:
                 return
+            if len(self._good) + len(some) > KEPT:
+                left.appendleft(some)
+                return
             with scratch("schemes") as folder:
-                good: dict[Cell, dict[str, Any]] = {}
-                lost = False  # whether workers that held what is to be timed were ended
                 for number, cell in enumerate(some):
                     if self._rows.over:
-                        break
+                        return
                     began = time.perf_counter()
                     row = self.judge(cell, some, folder / str(number)) | {"check_seconds": time.perf_counter() - began}
                     if self._rows.over and row["status"] == "timeout":
-                        break
+                        return
                     if self._on_gpu and row["status"] == "ok":
-                        good[cell] = row
-                    else:
-                        lost |= row["status"] not in ("ok", "unsupported", "mismatch")
-                        self._rows.write(cell, row)
-                with self._turns.alone() if good else contextlib.nullcontext():
-                    for cell, row in good.items():
-                        self._rows.write(cell, row if lost or self._rows.over else row | self._throughput(cell))
+                        self._good[cell] = row
+                        continue
+                    if row["status"] not in ("ok", "unsupported", "mismatch"):
+                        self.write()
+                    self._rows.write(cell, row)
+
+    def clock(self) -> None:
+        """Times the cells that agree and writes their rows, as far as the time suffices. No job may check meanwhile."""
+        for cell in list(self._good):
+            if self._rows.closed:
+                break
+            timed = self._throughput(cell)
+            self._rows.write(cell, self._good.pop(cell) | timed)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the rows that are kept as they are."""
+        while self._good:
+            self._rows.write(*self._good.popitem())
 
     def judge(self, cell: Cell, beside: Sequence[Cell], folder: Path) -> dict[str, Any]:
         """The row of a cell, untimed.
 
         Args:
-          beside: the cells of its scheme that this job has, it among them; folder: for its shards, to be made.
+          beside: the cells that this job takes at once, it among them; folder: for its shards, to be made.
         """
         machine = self._workers.environment("jax", self._patience())
         row = engine.new_row(cell.key, "parity", cell.of("jax") | {"stack": "both", "shape": cell.shape}, machine)
@@ -164,18 +190,20 @@ class Run(contextlib.ExitStack):
             cell.case.schedule()
         except Unsupported as reason:
             return row | {"status": "unsupported", "reason": str(reason)}
-        with self._turns.together():
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:  # compilers take most of the time
+            built = {
+                "jax": threads.submit(self._workers["jax"].ask, f"{JAX}:build", self._patience(), case=cell.of("jax"),
+                                      beside=[other.of("jax") for other in beside]),
+                "torch": threads.submit(self._gang.ask, "build", self._patience(), case=cell.of("torch")),
+            }
             made = self._problems.of(cell.case.spec)
         if isinstance(made, Failure):
             return row | {"status": made.status, "reason": made.reason}
-        with self._turns.together():  # the times are the host's too: no compiler may run beside them
-            built = self._workers["jax"].ask(f"{JAX}:build", self._patience(), case=cell.of("jax"),
-                                             beside=[other.of("jax") for other in beside], inputs=made["jax"])
-        if isinstance(built, Failure):
-            return row | {"status": built.status, "reason": f"jax: {built.reason}"}
+        for stack, done in built.items():
+            if isinstance(done.result(), Failure):
+                return row | {"status": done.result().status, "reason": f"{stack}: {done.result().reason}"}
         folder.mkdir()
-        with self._turns.together():
-            found = self._exchange(cell, made, str(folder))
+        found = self._exchange(cell, made, str(folder))
         if isinstance(found, Failure):
             return row | {"status": found.status, "reason": found.reason}
         wrong = found.pop("wrong")
@@ -191,7 +219,7 @@ class Run(contextlib.ExitStack):
         jax, judge = self._workers["jax"], self._workers["judge"]
         ours = {"case": cell.of("jax"), "folder": folder}
         steps = (
-            ("jax", lambda: jax.ask(f"{JAX}:run", self._patience(), **ours)),
+            ("jax", lambda: jax.ask(f"{JAX}:run", self._patience(), inputs=made["jax"], **ours)),
             ("the shards of jax", lambda: judge.ask(f"{JAX}:shard_out", self._patience(), folder=folder,
                                                     world=cell.case.world)),
             ("torch", lambda: self._gang.ask("run", self._patience(), case=cell.of("torch"), folder=folder)),
@@ -217,17 +245,22 @@ class Run(contextlib.ExitStack):
 
 
 def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, on_gpu: bool, jobs: int) -> None:
-    """Judges cells, a world after the other, by some jobs side by side."""
+    """Judges cells, a world after the other, by some jobs side by side. On GPUs those that agree are timed last."""
     for world in dict.fromkeys(cell.case.world for cell in left):
-        here = itertools.groupby((c for c in left if c.case.world == world), lambda c: (c.case.scheme, c.case.sharding))
-        groups = collections.deque(part for _, cells in here for part in itertools.batched(cells, GROUP))
-        turns = Turns()
+        here = [cell for cell in left if cell.case.world == world]
         with contextlib.ExitStack() as held:
-            going = [held.enter_context(Run(rows, problems, turns, deadline, world, on_gpu))
-                     for _ in range(min(jobs, len(groups)))]
+            going = [held.enter_context(Run(rows, problems, deadline, world, on_gpu))
+                     for _ in range(min(jobs, len(here)))]
             with concurrent.futures.ThreadPoolExecutor(len(going)) as threads:
                 try:
-                    list(threads.map(Run.work, going, itertools.repeat(groups)))
+                    list(threads.map(Run.start, going))
+                    groups = collections.deque(going[0].grouped(here, min(KEPT, math.ceil(len(here) / len(going)))))
+                    while groups and not rows.over:
+                        list(threads.map(Run.check, going, itertools.repeat(groups)))
+                        for one in going:
+                            one.clock()
                 except BaseException:  # an interrupt: what the others are at is not waited for
                     held.close()
+                    for one in going:
+                        one.write()
                     raise

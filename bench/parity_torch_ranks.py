@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
+from bench.parity_cells import KEPT
 from parity.compare import RESULTS
 from parity.inputs import TENSORS
 from torch_impl import context_parallel as cp
@@ -23,7 +24,6 @@ from torch_impl.context_parallel.attention import backward, forward
 from torch_impl.context_parallel.plan import default_kernel
 
 CALLS = 5
-KEPT = 16  # cells whose inputs stay on the device, to be timed
 _held: dict[str, Any] = {}  # the store, the process group and the job, while the worker lives
 
 
@@ -46,30 +46,44 @@ def join(rank: int, world: int, port: int, wait: float) -> None:
     _held["job"] = cp.Job(device, deadline_s=wait)
 
 
-_ready: dict[Case, tuple[Any, list[torch.Tensor]]] = {}  # by cell: this rank's plan, and the inputs that it was handed
+_built: dict[Case, list[Any]] = {}  # by cell: this rank's plan and, once it has run, the inputs that it was handed
 
 
-def _make_ready(case: Case, folder: str) -> tuple[Any, list[torch.Tensor]]:
-    if len(_ready) == KEPT:
-        del _ready[next(iter(_ready))]
-    job, problem = _held["job"], case.spec.problem()
-    mesh = cp.make_mesh(case.topology, job, job.rank)
-    kernel = case.kernel or default_kernel(problem.mask, job.device.type)
-    plan = cp.plan_of(case.schedule(problem, with_lse=True), mesh, kernel)
-    with np.load(f"{folder}/inputs{job.rank}.npz") as held:
-        _ready[case] = plan, [stack_of("torch").put(held[name]).to(job.device) for name in TENSORS]
-    return _ready[case]
+def build(case: dict[str, Any]) -> None:
+    """Makes a cell's plan and runs both passes on zeros, which compiles; Unsupported where the plan is refused."""
+    while len(_built) >= KEPT:
+        del _built[next(iter(_built))]
+    chosen, job = from_record(case), _held["job"]
+    problem, mesh = chosen.spec.problem(), cp.make_mesh(chosen.topology, job, job.rank)
+    kernel = chosen.kernel or default_kernel(problem.mask, job.device.type)
+    plan = cp.plan_of(chosen.schedule(problem, with_lse=True), mesh, kernel)
+    _built[chosen] = [plan]
+    zeros = {side: torch.zeros(shape, dtype=getattr(torch, problem.dtype), device=job.device)
+             for side, shape in (("q", problem.q_shape), ("kv", problem.kv_shape))}
+    _passes(plan, [cp.shard(zeros[side], plan, side) for side in ("q", "kv", "kv", "q")])
 
 
-def run(case: dict[str, Any], folder: str) -> str:
-    """Both passes on the shards of this rank's file; writes its results beside it. Returns the local kernel's name."""
-    plan, tensors = _make_ready(from_record(case), folder)
+def _passes(plan: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Results of both passes, on shards of q, k, v and dout."""
     *given, dout = tensors
     q, k, v = (x.detach().requires_grad_() for x in given)
     out, lse = cp.attend(q, k, v, plan)
     out.backward(dout)
-    results = zip(RESULTS, (out.detach(), lse, q.grad, k.grad, v.grad), strict=True)
-    np.savez(f"{folder}/results{_held['job'].rank}.npz", **{name: _stored(x) for name, x in results})
+    return out.detach(), lse, q.grad, k.grad, v.grad
+
+
+def run(case: dict[str, Any], folder: str) -> str:
+    """Of a cell that is built: both passes on the shards of this rank's file; writes its results beside it.
+
+    Returns: the local kernel's name.
+    """
+    built, job = _built[from_record(case)], _held["job"]
+    plan = built[0]
+    with np.load(f"{folder}/inputs{job.rank}.npz") as held:
+        tensors = [stack_of("torch").put(held[name]).to(job.device) for name in TENSORS]
+    built[1:] = tensors
+    results = zip(RESULTS, _passes(plan, tensors), strict=True)
+    np.savez(f"{folder}/results{job.rank}.npz", **{name: _stored(x) for name, x in results})
     return plan.local.kernel
 
 
@@ -81,7 +95,7 @@ def _stored(x: torch.Tensor) -> np.ndarray:
 
 def clock(case: dict[str, Any]) -> float:
     """Of a cell that has run: seconds of both passes on this rank, the median of calls that all begin together."""
-    plan, (q, k, v, dout) = _ready[from_record(case)]
+    plan, q, k, v, dout = _built[from_record(case)]
     stack, seconds = stack_of("torch"), []
 
     def both():

@@ -196,19 +196,58 @@ def repeats(row, tmp_path):
     assert json.dumps(repeated[0]["case"]) == json.dumps(row["case"])
 
 
+def test_cells_of_schemes_are_timed_once_no_job_checks_and_an_interrupt_loses_none(tmp_path, monkeypatch):
+    """Groups are of one program; what a worker that was lost held is written as it is."""
+    told = []
+    cells = parity_schemes.cells(["ring", "usp"], ["full", "causal", "shared_question"], [2], ["zigzag"], "ranks", 0)
+
+    class Asked:
+        def ask(self, task, _, *, of=(), **__):
+            return [[0, 0, 2, 0, 0, 2][n] for n in range(len(of))]
+
+    def judge(self, cell, beside, folder):
+        told.append(cell)
+        assert {c.case.spec.mask == "shared_question" for c in beside} == {cell.case.spec.mask == "shared_question"}
+        lost = cell == cells[1] and not interrupted
+        return {"status": "timeout" if lost else "ok", "reason": "x", "key": cell.key, "kind": "parity", "case": {},
+                "environment": {}}
+
+    def throughput(self, cell):
+        assert set(told) == set(cells)
+        if interrupted:
+            raise KeyboardInterrupt
+        return {"throughput_ratio": 2.0}
+
+    monkeypatch.setattr(engine.Workers, "__getitem__", lambda *_: Asked())
+    monkeypatch.setattr(parity_schemes.Run, "start", lambda _: None)
+    monkeypatch.setattr(parity_schemes.Run, "judge", judge)
+    monkeypatch.setattr(parity_schemes.Run, "_throughput", throughput)
+    for interrupted in (False, True):
+        told.clear()
+        with records.Writer(tmp_path / f"p{interrupted}.jsonl") as writer:
+            rows = Rows(writer, len(cells), Console(soft_wrap=True))
+            with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+                parity_schemes.run(cells, rows, Problems(tmp_path, 1.0, []), 1.0, True, 1)
+            found = {row["key"]: row.get("throughput_ratio") for row in records.read(writer.path)}
+        assert set(found) == {cell.key for cell in cells}
+        assert [found[cell.key] for cell in cells] == ([None] * 6 if interrupted else [None, None, 2.0, 2.0, 2.0, 2.0])
+
+
 def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monkeypatch):
     """Two ranks a stack: right as they are; a shard of PyTorch's spoilt on its way is that stack's mismatch."""
     cell = parity_schemes.cells(["ring"], ["shared_question"], [2], ["zigzag"], "ranks", 0)[0]
     with records.Writer(tmp_path / "p.jsonl") as writer, Worker("judge") as judge:
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
-        with parity_schemes.Run(rows, problems, Turns(), 120.0, 2, on_gpu=False) as going:
+        with parity_schemes.Run(rows, problems, 120.0, 2, on_gpu=False) as going:
             good = going.judge(cell, [cell], tmp_path / "good")
             hopper = dataclasses.replace(cell, case=dataclasses.replace(cell.case, kernel="fa3"))
             refused = going.judge(hopper, [cell, hopper], tmp_path / "refused")
             assert refused["status"] == "unsupported" and "jax kernel fa3" in refused["reason"], refused["reason"]
             ask = going._gang.ask
 
-            def spoilt(task, deadline, *, folder, **arguments):
+            def spoilt(task, deadline, *, folder="", **arguments):
+                if task != "run":
+                    return ask(task, deadline, **arguments)
                 found = ask(task, deadline, folder=folder, **arguments)
                 with np.load(f"{folder}/results1.npz") as held:
                     results = dict(held)
