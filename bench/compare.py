@@ -10,13 +10,11 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from absl import app
 from rich.console import Console
 from rich.table import Table
 
-from bench import options, records
+from bench import options, program, records
 from bench.timing import Timing
 from workload.problem import PASSES
 
@@ -90,20 +88,11 @@ def _change(key, old, new, threshold) -> Change:
     return Change(key, verdict, ratio, noise)
 
 
-def main(argv):
+def main(paths: Sequence[str]) -> int:
     """Prints what changed from one record file to another; 1 where anything got worse, 2 for bad arguments."""
-    if len(argv) != 3:
-        print("compare: give two record files, the old and the new", file=sys.stderr)
-        return 2
-    for path in argv[1:]:
-        if not Path(path).is_file():
-            print(f"records: no such file: {path}", file=sys.stderr)
-            return 2
-    try:
-        old, new = (records.read(path) for path in argv[1:])
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    if len(paths) != 2:
+        raise ValueError("compare: give two record files, the old and the new")
+    old, new = (records.read(path) for path in records.there(paths))
     changes = compare(old, new, THRESHOLD.value)
     counts = Counter(c.verdict for c in changes)
     table = Table("change", "row", "new / old time", "noise", "")
@@ -121,4 +110,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main, files=True)

@@ -25,10 +25,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from bench import context_parallel_cases as cp
-from bench import environment, options, records
+from bench import environment, options, program, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
 from workload import ranks
@@ -225,8 +225,10 @@ class Jobs:
 
     def _blame(self, left: Sequence[cp.Case], failure: RankFailure) -> None:
         """The row that the job was at; on several hosts it was the last job."""
+        if self.stopped:  # by whoever ended the run
+            return
         case, key = next(iter(self._missing(left)), (None, ""))
-        if self.stopped or self.host or case is None:  # where every row is there: what failed was the end of the job
+        if self.host or case is None:  # where every row is there: what failed was the end of the job
             print(f"{left[0].stack}: {failure}", file=sys.stderr, flush=True)
         else:
             self._lost[case.stack, case.scheme] += 1
@@ -234,7 +236,7 @@ class Jobs:
             status = "out_of_memory" if any(w in text.lower() for w in MEMORY_WORDS) else \
                 "timeout" if any(w in text for w in ("deadline", "furthest behind", "Timeout (")) else "error"
             self._write_failure(case, key, status, " | ".join(text.splitlines())[:1500])
-        if self.hosts > 1 and not self.stopped:
+        if self.hosts > 1:
             self.stopped = True
             print("a job on several hosts is not begun again: give --resume on every host", file=sys.stderr)
 
@@ -254,24 +256,18 @@ def _launcher(stack: str):
     return importlib.import_module(f"{stack}_impl.launch")
 
 
-def main(argv):
+def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed or the run was ended, 2 for bad flags."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     values = flags.FLAGS
-    try:
-        cases, request = cases_of(values), request_of(values)
-        out = Path(values.out)
-        if records.read(out) and not values.resume:
-            raise ValueError(f"--out: {out} holds rows; give --resume to go on, or another file")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
-                    values.budget or math.inf)
-        signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
-        jobs.run(cases)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    cases, request = cases_of(values), request_of(values)
+    out = Path(values.out)
+    if records.read(out) and not values.resume:
+        raise ValueError(f"--out: {out} holds rows; give --resume to go on, or another file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
+                values.budget or math.inf)
+    signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
+    jobs.run(cases)
     rows = records.read(out)
     bad = [row for row in rows if row["status"] in ("mismatch", "error", "timeout")]
     print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {out}")
@@ -280,4 +276,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

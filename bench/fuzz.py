@@ -7,15 +7,14 @@ runs it, forward and backward. Nothing is timed. Prints the case of every row th
 then; a problem is drawn again from its number alone: --seed and --first find it.
 """
 
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
-from bench import engine, options
+from bench import engine, options, program
 from bench.cases import STACKS, Case, ProblemSpec, differing
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
@@ -63,17 +62,11 @@ def define() -> None:
     options.define_float("deadline", 120.0, "Seconds a row may take.", lower_bound=1)
 
 
-def main(argv):
+def main() -> int:
     """Draws and runs problems until the time or the count is up; 1 where one failed, 2 for bad flags."""
     values = flags.FLAGS
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        kernels = options.choose("kernels", values.kernels, options.ALL_KERNELS)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    kernels = options.choose("kernels", values.kernels, options.ALL_KERNELS)
     out = Path(values.out)
     out.unlink(missing_ok=True)
     settings = engine.Options(out, deadline=values.deadline, timed=False)
@@ -96,4 +89,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

@@ -110,7 +110,7 @@ def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
 
 def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str] = ("1K", "2K", "4K", "8K"),
            out: str = "out/dense.jsonl") -> None:
-    """Defines the shared flags; a binary calls this once, before `app.run`."""
+    """Defines the shared flags; a binary calls this once, before `program.run`."""
     define_run(out)
     define_problems(masks, seqlens)
     define_list("kernels", ["all"], f"Kernels to run: all, or some of {', '.join(ALL_KERNELS)}.")

@@ -18,14 +18,13 @@ import concurrent.futures
 import contextlib
 import math
 import os
-import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from bench import engine, options, parity_kernels, parity_schemes, parity_status, records
+from bench import engine, options, parity_kernels, parity_schemes, parity_status, program, records
 from bench.cases import STACKS
 from bench.parity_cells import Problems, Rows
 from bench.report import tables
@@ -129,21 +128,15 @@ def tell(rows: list[dict], console: Console) -> int:
     return 1 if failed else 0
 
 
-def main(argv):
+def main() -> int:
     """Runs the cells that the flags name; 1 where one failed, 2 for bad flags."""
     values = flags.FLAGS
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        if values.status:
-            if not Path(values.out).is_file():
-                raise ValueError(f"--out: no such file: {values.out}")
-            return tell(records.read(Path(values.out)), console)
-        rows, left = run(values, console)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    if values.status:
+        if not Path(values.out).is_file():
+            raise ValueError(f"--out: no such file: {values.out}")
+        return tell(records.read(Path(values.out)), console)
+    rows, left = run(values, console)
     tables.parity_table([row for row in rows if row["status"] != "unsupported"], console)
     count = {s: sum(row["status"] == s for row in rows) for s in records.STATUSES}
     print(", ".join(f"{n} {status}" for status, n in count.items() if n)
@@ -153,4 +146,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

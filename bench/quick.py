@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
-from bench import engine, options
+from bench import engine, options, program
 from bench.cases import STACKS, Case, ProblemSpec, differing
 from bench.engine import Options
 from bench.report.write import write_report
@@ -68,11 +68,9 @@ def define() -> None:
     options.define_float("seconds", 200.0, "No further row is begun after this.", lower_bound=0)
 
 
-def main(argv):
+def main() -> int:
     """Runs every part in turn and writes the report; 1 where a row failed."""
     values = flags.FLAGS
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     with engine.Workers() as workers:
         workers.start(STACKS, values.deadline)
         gpu = engine.on_gpu(workers, values.deadline)
@@ -94,4 +92,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

@@ -87,6 +87,15 @@ class Writer:
         self.close()
 
 
+def there(paths: Iterable[str]) -> list[Path]:
+    """The paths, each of a file; ValueError naming those that are none."""
+    found = [Path(path) for path in paths]
+    missing = [str(path) for path in found if not path.is_file()]
+    if missing:
+        raise ValueError(f"records: no such file: {', '.join(missing)}")
+    return found
+
+
 def read(*paths: str | Path) -> list[dict[str, Any]]:
     """All rows of files in order; absent files hold none. Raises ValueError on a broken whole line."""
     return [row for path in paths for row in _lines(Path(path))]

@@ -19,7 +19,6 @@ import functools
 import itertools
 import os
 import queue
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import context_parallel_cases as cp
-from bench import engine, environment, options, records
+from bench import engine, environment, options, program, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.link_model import Links, predict
 from bench.replay_task import FIRST, works_of
@@ -436,25 +435,16 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['key']}: {text}  balance {row['total_balance']:.3f}, by step {row['step_balance']:.3f}"
 
 
-def main(argv):
+def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     values = flags.FLAGS
-    try:
-        cases, settings = cases_of(values), settings_of(values)
-        with (
-            engine.open_records(engine.Options(settings.out, settings.resume)) as writer,
-            engine.Workers() as workers,
-        ):
-            (Estimate if settings.rate else Replay)(settings, workers, writer).run(cases)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    cases, settings = cases_of(values), settings_of(values)
+    with engine.open_records(engine.Options(settings.out, settings.resume)) as writer, engine.Workers() as workers:
+        (Estimate if settings.rate else Replay)(settings, workers, writer).run(cases)
     bad = [row for row in records.read(settings.out) if row["status"] in ("mismatch", "error", "timeout")]
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

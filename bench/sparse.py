@@ -9,16 +9,15 @@ table at the end has each row's speed-up: the dense kernel's time under the full
 blocks (pooled scores, top-k, top-p) is timed in rows of its own.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Column, Table
 
-from bench import engine, options, records
+from bench import engine, options, program, records
 from bench.cases import STACKS, Case, ProblemSpec, differing
 from bench.selection_task import STEPS, options_of
 from bench.workers import Failure
@@ -31,7 +30,7 @@ SELECTION = "bench.selection_task:clock"
 
 
 def define() -> None:
-    """Defines the flags; once, before `app.run`."""
+    """Defines the flags; once, before `program.run`."""
     options.define_run("out/sparse.jsonl")
     options.define_list("kernels", list(KERNELS), f"Block-sparse kernels: some of {', '.join(options.ALL_KERNELS)}, or "
                         "kernel:block for one at one of --blocks only.")
@@ -151,15 +150,9 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     return records.read(Path(settings.out))
 
 
-def main(argv):
+def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    try:
-        rows = run(flags.FLAGS)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    rows = run(flags.FLAGS)
     Console(width=120).print(table(rows))
     bad = [row for row in rows if row["status"] in ("mismatch", "error")]
     print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {flags.FLAGS.out}")
@@ -168,4 +161,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)

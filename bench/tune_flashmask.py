@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from bench import options
+from bench import options, program
 from bench.interleave import Contender, interleave
 from bench.timing import Protocol, measure
 from workload.masks import STATIC_MASKS
@@ -196,17 +196,11 @@ def told(row: dict[str, Any]) -> str:
     return f"{row['rows']}x{row['cols']}, {row['warps']} warps, {row['stages']} stages{limit}"
 
 
-def main(argv):
+def main() -> int:
     """Times the candidates and prints the best; 2 for bad flags or without a GPU."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    try:
-        masks = options.choose("masks", MASKS.value, tuple(STATIC_MASKS))
-        parts, candidates = options.choose("parts", PARTS.value, tuple(PRODUCTS)), shapes()
-        lengths = options.numbers("seqlens", SEQLENS.value)
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    masks = options.choose("masks", MASKS.value, tuple(STATIC_MASKS))
+    parts, candidates = options.choose("parts", PARTS.value, tuple(PRODUCTS)), shapes()
+    lengths = options.numbers("seqlens", SEQLENS.value)
     import torch
 
     if not torch.cuda.is_available():
@@ -234,4 +228,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

@@ -100,7 +100,7 @@ def loaded_at_import(module: str) -> set[str]:
     return {name.split(".")[0] for name in seen}
 
 
-ENTRIES = [p for p in FILES if label(p).startswith(("bench", "parity")) and "app.run(" in p.read_text()]
+ENTRIES = [p for p in FILES if label(p).startswith(("bench", "parity")) and "program.run(" in p.read_text()]
 
 
 @pytest.mark.parametrize("path", [p for p in ENTRIES if "worker" not in p.name], ids=label)

@@ -342,7 +342,7 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
       start: the stack's `spawn`.
       arguments: of the command line, this process's by default.
 
-    Returns: exit status, 1 where a rank failed.
+    Returns: exit status, 1 where a rank failed, 130 where it was interrupted.
     """
     parser = argparse.ArgumentParser(prog=program, description="Starts the ranks of this host.")
     parser.add_argument("--ranks", type=int, required=True, help="ranks on this host")
@@ -368,5 +368,8 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     except RankFailure as failure:
         print(f"{shlex.join(a.command)} on {socket.gethostname()}: {failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     sys.stdout.write(said[0])
     return 0

@@ -128,6 +128,17 @@ def test_stacks_measure_in_turn(tmp_path, monkeypatch, ahead):
     assert (told.index(("jax", "begins")) < told.index(("torch", "ends"))) == ahead
 
 
+def test_ranks_that_are_ended_with_the_run_are_no_failure(tmp_path, monkeypatch, capsys):
+    def spawn(*_, **__):
+        run.stop()
+        raise RankFailure(0, {}, "rank 0 of 2 was lost (SIGTERM)")
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    run = context_parallel.Jobs(tmp_path / "rows.jsonl", {}, 5.0)
+    run.run(CASES)
+    assert not records.read(tmp_path / "rows.jsonl") and capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_job_on_several_hosts_is_not_begun_again(tmp_path, monkeypatch, capsys, host):
     """The other hosts would have to begin it, too: it ends on all, host 0 has its row, and --resume goes on."""

@@ -128,3 +128,11 @@ def test_bad_flags_of_a_launch_are_named_before_it_starts(flags, said, capsys):
     with pytest.raises(SystemExit):
         ranks.command_line("launch", lambda *_, **__: pytest.fail("started"), [*flags.split(), "--", command])
     assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_launcher_is_no_traceback(capsys):
+    def start(*_, **__):
+        raise KeyboardInterrupt
+
+    assert ranks.command_line("launch", start, ["--ranks=1", "--", sys.executable]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

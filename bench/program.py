@@ -1,0 +1,32 @@
+"""How every binary of the bench begins and ends."""
+
+import signal
+import sys
+from collections.abc import Callable
+
+from absl import app
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def run(main: Callable[..., int], files: bool = False) -> None:
+    """Ends this process with the status that main() returns; 2 for bad flags, 130 where it was interrupted.
+
+    Args:
+      main: reads `flags.FLAGS`; its ValueError says which flag or file is wrong. With `files` it is given the
+        arguments that are no flags, which others refuse.
+    """
+    def started(argv: list[str]) -> int:
+        if argv[1:] and not files:
+            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        try:
+            return main(argv[1:]) if files else main()
+        except ValueError as problem:
+            print(problem, file=sys.stderr)
+            return 2
+
+    try:
+        app.run(started)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
