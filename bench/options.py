@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -122,8 +123,20 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     define_float("window_share", 0.0, "The window as a share of the sequence instead; 0 for --window.", lower_bound=0,
                  upper_bound=1)
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
+    define_blocks()
+
+
+def define_blocks() -> None:
+    """Defines the flags of the dynamic masks; see `blocks_of`."""
     flags.DEFINE_integer("sparse_block", 128, "Block of the dynamic masks in tokens.", lower_bound=1)
     define_float("density", 0.25, "Share of key blocks that a dynamic mask keeps.", lower_bound=0, upper_bound=1)
+
+
+def blocks_of(values: flags.FlagValues) -> dict[str, Any]:
+    """Settings of the dynamic masks, from the flags of `define_blocks`. ValueError names the flag."""
+    if not values.density:
+        raise ValueError("--density: 0 keeps no block")
+    return {"sparse_block": values.sparse_block, "density": values.density}
 
 
 def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None:
@@ -207,12 +220,10 @@ def cases(values: flags.FlagValues) -> list[Case]:
     seqlens = numbers("seqlens", values.seqlens)
     if not values.document_cap:
         raise ValueError("--document_cap: 0 leaves no document")
-    if not values.density:
-        raise ValueError("--density: 0 keeps no block")
     settings = differing(
         documents=documents(values.documents, seqlens), cap=values.document_cap, long_share=values.long_share,
         window=values.window, window_share=values.window_share or None, block=values.block,
-        sparse_block=values.sparse_block, density=values.density)
+        **blocks_of(values))
     specs = [
         ProblemSpec(mask, n, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim, values.dtype, seed,
                     settings)

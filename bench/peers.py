@@ -9,6 +9,11 @@ untimed for --warm_up seconds, since the card's clock follows the power that the
 A rate is the pass's exact FLOPs over the median of the rounds; the ratio is to --against. One JSON line a problem and
 pass, written as it is made; --resume keeps the lines that --out has.
 
+Block-sparse kernels race under --masks=uniform_block or variable_block, at one --sparse_block and --density:
+
+    python -m bench.peers --contenders=jax:vsa,torch:cudnn_sparse --against=torch:cudnn_sparse --masks=uniform_block \
+        --sparse_block=64 --density=0.2 --seqlens=32K --heads=64:64,64:8 --out=out/peers.jsonl
+
 Compiling takes longer than racing. Several such processes, each with masks and an --out of its own, may share a card
 through one --turns file: each compiles what needs no card while another one, alone, judges and races.
 """
@@ -25,11 +30,12 @@ from absl import app, flags
 from rich.console import Console
 
 from bench import engine, options, records
-from bench.cases import STACKS, ProblemSpec
+from bench.cases import STACKS, ProblemSpec, differing
 from bench.interleave import contender, interleave, judged, rates_of
 from bench.passes import Inputs
 from bench.worker_main import failure_of
 from parity.reference import Reference, reference_of, spots_of
+from workload.capability import DYNAMIC_MASKS
 from workload.errors import Unsupported
 from workload.problem import ITEM_BYTES, PASSES
 from workload.suite import ALL_BUILDERS
@@ -43,6 +49,7 @@ def define() -> None:
     options.define_list("seqlens", ["8K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
     options.define_list("heads", ["64:8"], "Query heads : key and value heads.")
     options.define_list("passes", list(PASSES), "Passes: all, or some of forward, backward.")
+    options.define_blocks()
     flags.DEFINE_integer("head_dim", 128, "Size of a head.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of all tensors.")
     flags.DEFINE_integer("seed", 0, "Of documents, mask parameters and inputs.", lower_bound=0)
@@ -70,9 +77,10 @@ def contenders_of(values: flags.FlagValues) -> list[tuple[str, str]]:
 
 def specs_of(values: flags.FlagValues) -> list[ProblemSpec]:
     """The problems that the flags ask for. ValueError names the flag."""
-    masks = options.choose("masks", values.masks, ALL_BUILDERS)
+    masks, blocks = options.choose("masks", values.masks, ALL_BUILDERS), differing(**options.blocks_of(values))
     return [
-        ProblemSpec(mask, n, 0, 1, *options.heads_of(heads), values.head_dim, values.dtype, values.seed)
+        ProblemSpec(mask, n, 0, 1, *options.heads_of(heads), values.head_dim, values.dtype, values.seed,
+                    blocks if mask in DYNAMIC_MASKS else ())
         for n in options.numbers("seqlens", values.seqlens) for heads in values.heads for mask in masks
     ]
 
@@ -130,8 +138,9 @@ class Race:
 
     def _raced(self, spec: ProblemSpec, problem, which: str) -> dict[str, Any]:
         ready = []
-        case = {"pass": which, "contenders": [":".join(name) for name in self._names]}
+        case: dict[str, Any] = {"pass": which, "contenders": [":".join(name) for name in self._names]}
         case |= {n: getattr(spec, n) for n in ("mask", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype", "seed")}
+        case["settings"] = dict(spec.settings)
         environment = {"stacks": {name: stack.environment() for name, stack in self._stacks.items()}}
         row = engine.new_row(self.key(spec, which), "peers", case, engine.environment.machine() | environment)
         row |= {"flops": problem.flops(which), "refused": {}, "failed": {}, "errors": {}}

@@ -71,7 +71,7 @@ class Entry:
 def shape_of(case: Row) -> str:
     """Heads and their size, then batch, rows and settings where they are not the plain ones."""
     heads = f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"
-    batch = f" batch {case['batch']}" if case["batch"] > 1 else ""
+    batch = f" batch {case['batch']}" if case.get("batch", 1) > 1 else ""
     rows = f" q_len {case['q_len']}" if case.get("q_len") else ""
     extra = "".join(f" {k}={v}" for k, v in case.get("settings", {}).items())
     return f"{heads}{batch}{rows}{extra}"

@@ -39,7 +39,7 @@ def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
         for name, tflops in row["tflops"].items():
             stack, _, kernel = name.partition(":")
             if kernel in options.KERNELS.get(stack, ()) and row["spread"][name] <= peers.STEADY:
-                place = peers.shape_of(case), case["dtype"], case["mask"], case["seq_len"], stack
+                place = aggregate.shape_of(case), case["dtype"], case["mask"], case["seq_len"], stack
                 turns.setdefault(place, {}).setdefault(kernel, {})[case["pass"]] = row["flops"] / tflops / 1e12
     return {place: max(turns.get(place, {}), alone.get(place, {}), key=len) for place in {**alone, **turns}}
 

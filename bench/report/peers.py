@@ -15,18 +15,13 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def settings(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by pass, length, heads and dtype, in words."""
+    """Rows by pass, length, heads, settings and dtype, in words."""
     found: dict[str, list[Row]] = {}
     for row in rows_of(rows):
         case = row["case"]
-        label = f"{case['pass']}, {case['seq_len']:,} tokens, {shape_of(case)}, {case['dtype']}"
+        label = f"{case['pass']}, {case['seq_len']:,} tokens, {aggregate.shape_of(case)}, {case['dtype']}"
         found.setdefault(label, []).append(row)
     return found
-
-
-def shape_of(case: Row) -> str:
-    """Heads and their size, as `aggregate.shape_of` says it."""
-    return f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -43,7 +38,7 @@ def entries(rows: Sequence[Row]) -> list[aggregate.Entry]:
             if 2 * len(ran) >= len(several):
                 out += [aggregate.Entry(
                     stack, kernel, row["case"]["mask"], row["case"]["pass"], row["case"]["seq_len"],
-                    shape_of(row["case"]), row["case"]["dtype"], "ok", "", 1, rate=row["tflops"][name] * 1e12,
+                    aggregate.shape_of(row["case"]), row["case"]["dtype"], "ok", "", 1, rate=row["tflops"][name] * 1e12,
                     flags=("unsteady",) if row["spread"][name] > STEADY else ()) for row in ran]
     return out
 

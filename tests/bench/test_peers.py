@@ -73,7 +73,16 @@ def test_races_that_share_a_turns_file_do_not_overlap(tmp_path, monkeypatch):
 
 
 VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"], "heads": ["64:8"], "head_dim": 64,
-          "dtype": "bfloat16", "seed": 0, "against": "torch:fa3"}
+          "dtype": "bfloat16", "seed": 0, "against": "torch:fa3", "sparse_block": 128, "density": 0.25}
+
+
+def test_block_and_density_are_settings_of_dynamic_masks_alone():
+    values = VALUES | {"masks": ["causal", "uniform_block"], "sparse_block": 64, "density": 0.2}
+    causal, blocks = peers.specs_of(types.SimpleNamespace(**values))
+    assert causal.settings == () and blocks.settings == (("density", 0.2), ("sparse_block", 64))
+    assert "sparse_block" in peers.Race([], "", 1, 0, 0).key(blocks, "forward")
+    with pytest.raises(ValueError, match="--density: 0"):
+        peers.specs_of(types.SimpleNamespace(**values | {"density": 0.0}))
 
 
 @pytest.mark.parametrize("flag, value, said", [
