@@ -10,6 +10,7 @@ rank, step and peer; what was left goes on in a new job. Without a GPU, ranks ar
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -28,7 +29,7 @@ from typing import Any
 from absl import flags
 
 from bench import context_parallel_cases as cp
-from bench import environment, options, program, records
+from bench import engine, environment, options, program, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.workers import ENVIRONMENT, MEMORY_WORDS
 from workload import ranks
@@ -261,13 +262,11 @@ def main() -> int:
     values = flags.FLAGS
     cases, request = cases_of(values), request_of(values)
     out = Path(values.out)
-    if records.read(out) and not values.resume:
-        raise ValueError(f"--out: {out} holds rows; give --resume to go on, or another file")
-    out.parent.mkdir(parents=True, exist_ok=True)
     jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
                 values.budget or math.inf)
     signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
-    jobs.run(cases)
+    with contextlib.nullcontext() if values.host else engine.open_records(engine.Options(out, values.resume)):
+        jobs.run(cases)
     rows = records.read(out)
     bad = [row for row in rows if row["status"] in ("mismatch", "error", "timeout")]
     print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {out}")

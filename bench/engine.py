@@ -70,10 +70,10 @@ class Options:
 
 def open_records(options: Options) -> records.Writer:
     """The record file; ValueError where it holds rows and the run is no resumption."""
-    writer = records.Writer(options.out)
+    writer = records.Writer(options.out, alone=True)
     if writer.keys and not options.resume:
         writer.close()
-        raise ValueError(f"out: {options.out} holds {len(writer.keys)} rows; give --resume to go on, or another file")
+        raise ValueError(f"--out: {options.out} holds {len(writer.keys)} rows; give --resume to go on, or another file")
     return writer
 
 

@@ -85,12 +85,10 @@ def define_folder(default: str, text: str) -> flags.FlagHolder[str]:
 
 def _writable(name: str | Path) -> bool:
     path = Path(name).absolute()
-    if not name or path.is_dir():
-        return False
-    nearest = next(x for x in (path, *path.parents) if x.exists())
-    if nearest == path:
-        return os.access(path, os.W_OK)
     try:
+        nearest = next(x for x in (path, *path.parents) if x.exists())
+        if nearest == path or not name:
+            return path.is_file() and os.access(path, os.W_OK)
         with tempfile.TemporaryFile(dir=nearest):  # some folders take no file whatever their permissions say
             return True
     except OSError:
@@ -264,5 +262,6 @@ def options(values: flags.FlagValues) -> Options:
 
 def _longest(text: str) -> tuple[str, int]:
     kernel, _, length = text.partition(":")
-    choose("longest", [kernel], ALL_KERNELS)
+    if kernel not in ALL_KERNELS:
+        raise ValueError(f"--longest: {text!r} names none of {', '.join(ALL_KERNELS)}")
     return kernel, numbers("longest", [length])[0]

@@ -5,6 +5,9 @@ A row is a dict with at least `key` (unique in a file), `kind`, `case`, `status`
 most one torn last line (it lacks its newline), which reading skips and appending cuts off.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
@@ -13,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 STATUSES = ("ok", "unsupported", "out_of_memory", "mismatch", "error", "timeout", "skipped")
-NEEDED = ("key", "kind", "case", "status", "reason", "environment")
+NEEDED = {"key": str, "kind": str, "case": dict, "status": str, "reason": str, "environment": dict}
 
 
 def validate(row: dict[str, Any]) -> None:
     """Raises ValueError naming the field that a row lacks or that holds what it may not."""
-    for field in NEEDED:
+    if not isinstance(row, dict):
+        raise ValueError(f"record: {type(row).__name__} is no object with fields")
+    for field, kind in NEEDED.items():
         if field not in row:
             raise ValueError(f"record: lacks {field}")
+        if not isinstance(row[field], kind):
+            raise ValueError(f"{field}: {row[field]!r} is no {kind.__name__}")
     if row["status"] not in STATUSES:
         raise ValueError(f"status: {row['status']!r} is none of {', '.join(STATUSES)}")
     if row["status"] != "ok" and not row["reason"]:
@@ -53,28 +60,50 @@ def _restored(value):
 class Writer:
     """Appends rows to a file; each is on disk when `write` returns. Refuses a key that it has.
 
+    Args:
+      alone: refuse a file that another `alone` writer has open: two runs would write the same rows.
+
     Raises ValueError naming the file where it cannot be written or holds what is no record.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, alone: bool = False):
         self.path = Path(path)
-        try:
+        with contextlib.ExitStack() as held, self._told():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = held.enter_context(open(self.path, "ab", buffering=0))
+            if alone:
+                self._lock()
             self.keys = {row["key"] for row in read(self.path)}
             _cut_torn_line(self.path)
-            self._file = open(self.path, "a", encoding="utf-8")
-        except OSError as problem:
-            raise ValueError(f"{self.path}: {problem.strerror}") from problem
+            held.pop_all()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Adds one row. Raises ValueError where it is no record or its key is taken."""
+        """Adds one row. Raises ValueError where it is no record, its key is taken or the file cannot grow."""
         validate(row)
         if row["key"] in self.keys:
             raise ValueError(f"key: {row['key']!r} is in {self.path} already")
-        self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(_plain(row), allow_nan=False).encode() + b"\n"
+        with self._told():
+            written = self._file.write(line)
+            if written < len(line):  # what is torn off must be the last line
+                os.truncate(self.path, self._file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
         self.keys.add(row["key"])
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            raise ValueError(f"{self.path}: {problem.strerror}") from problem
+
+    def _lock(self) -> None:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+            except BlockingIOError:
+                raise ValueError(f"{self.path}: another run writes it") from None
 
     def close(self) -> None:
         """Closes the file."""
@@ -109,14 +138,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = _restored(json.loads(line))
             validate(row)
-        except (ValueError, TypeError) as problem:
+        except ValueError as problem:
             raise ValueError(f"{path}:{number}: {problem}") from problem
         yield row
 
 
 def _cut_torn_line(path: Path) -> None:
-    if path.exists():
-        data = path.read_bytes()
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):  # else others may be appending meanwhile
         os.truncate(path, data.rfind(b"\n") + 1)
 
 

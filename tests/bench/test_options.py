@@ -55,7 +55,7 @@ def test_files_that_hold_no_records_are_named(tmp_path):
 def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "file").touch()
     for binary, name in (("fuzz", ""), ("peers", str(tmp_path)), ("parity", str(tmp_path / "file" / "r.jsonl")),
-                         ("dense", "/proc/r.jsonl")):
+                         ("dense", "/proc/r.jsonl"), ("dense", "/dev/null"), ("parity", "n" * 300)):
         assert "--out must be a file that can be written" in refused(binary, f"--out={name}")
     assert "--folder must be a folder that can be written" in refused("quick", f"--folder={tmp_path / 'file'}")
 

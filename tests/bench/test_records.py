@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 
@@ -44,7 +45,8 @@ def test_a_key_is_taken_once(tmp_path):
 
 
 @pytest.mark.parametrize("bad, said", [
-    ({"status": "fine"}, "status: 'fine'"), ({"status": "timeout"}, "reason"), ({"key": None}, "lacks key")])
+    ({"status": "fine"}, "status: 'fine'"), ({"status": "timeout"}, "reason"), ({"key": None}, "lacks key"),
+    ({"key": 3}, "key: 3 is no str"), ({"case": ["full"]}, "case: .* is no dict")])
 def test_what_is_no_record_is_named(bad, said):
     broken = {k: v for k, v in (row("a") | bad).items() if v is not None}
     with pytest.raises(ValueError, match=said):
@@ -53,9 +55,10 @@ def test_what_is_no_record_is_named(bad, said):
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(row("a")) + "\n{\n" + json.dumps(row("b")) + "\n")
-    with pytest.raises(ValueError, match="r.jsonl:2"):
-        records.read(path)
+    for broken, said in (("{", ""), ("null", "record: NoneType"), ("[1]", "record: list"), ("", "")):
+        path.write_text(f"{json.dumps(row('a'))}\n{broken}\n{json.dumps(row('b'))}\n")
+        with pytest.raises(ValueError, match=f"r.jsonl:2: {said}"):
+            records.read(path)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
@@ -63,3 +66,30 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "file" / "r.jsonl"):
         with pytest.raises(ValueError, match=str(path)):
             records.Writer(path)
+
+
+def test_two_runs_do_not_write_one_file(tmp_path):
+    """Each would write the rows that it does not see of the other; a job's ranks add theirs to a run's file."""
+    with records.Writer(tmp_path / "r.jsonl", alone=True):
+        with pytest.raises(ValueError, match="r.jsonl: another run writes it"):
+            records.Writer(tmp_path / "r.jsonl", alone=True)
+        with records.Writer(tmp_path / "r.jsonl") as rank:
+            rank.write(row("a"))
+    with records.Writer(tmp_path / "r.jsonl", alone=True) as again:
+        assert again.keys == {"a"}
+
+
+@pytest.mark.parametrize("room", [0, 30])
+def test_a_file_that_cannot_grow_keeps_whole_rows(tmp_path, room):
+    """As on a full disk: told in words, and the file goes on when there is space again."""
+    path, limits = tmp_path / "r.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with records.Writer(path) as writer:
+        writer.write(row("a"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, limits[1]))
+        try:
+            with pytest.raises(ValueError, match="r.jsonl: (File too large|No space left)"):
+                writer.write(row("b"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.write(row("c"))
+    assert [r["key"] for r in records.read(path)] == ["a", "c"]
