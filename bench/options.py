@@ -263,5 +263,5 @@ def options(values: flags.FlagValues) -> Options:
 def _longest(text: str) -> tuple[str, int]:
     kernel, _, length = text.partition(":")
     if kernel not in ALL_KERNELS:
-        raise ValueError(f"--longest: {text!r} names none of {', '.join(ALL_KERNELS)}")
+        raise ValueError(f"--longest: {kernel!r} is none of {', '.join(ALL_KERNELS)}")
     return kernel, numbers("longest", [length])[0]

@@ -228,7 +228,7 @@ def test_what_cannot_run_says_why(tmp_path):
     ("--kv_heads=3", "--kv_heads must divide --q_heads"), ("--documents=web", "--documents: 'web'"),
     ("--density=0", "--density: 0"), ("--masks=", "--masks must not be empty"),
     ("--documents=3+4", "--documents: 3+4 sums to 7"), ("--dtype=int8", "dtype"),
-    ("--longest=nonesuch:8K", "--longest: 'nonesuch'"), ("--longest=naive:8Q", "--longest: '8Q'"),
+    ("--longest=all:8K", "--longest: 'all'"), ("--longest=naive:8Q", "--longest: '8Q'"),
     ("--long_share=2", "long_share")])
 def test_bad_values_are_named_before_anything_runs(flag, said, tmp_path):
     done = subprocess.run(
