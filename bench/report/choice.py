@@ -154,5 +154,5 @@ def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> 
     every = sorted(whole_seconds(kernels, passes).items(), key=lambda x: x[1])
     told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in every)
     colour = pictures.kernel_colour(next(iter(leaders)))
-    return (f'<td style="background: {colour}44" title="{page.esc(told)}">'
+    return (f'<td class="names" style="background: {colour}44" title="{page.esc(told)}">'
             f"{page.esc(', '.join(leaders))}</td>")

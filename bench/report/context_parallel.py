@@ -1,43 +1,15 @@
 """The context-parallel part of the page: efficiencies, their causes, timelines. From replay and real rows alike."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from bench.report import aggregate, page, pictures, ranks, timeline
+from bench.report import aggregate, page, pictures, ranks, ring, timeline
+from bench.report.efficiency import HOW, KINDS, Row, efficiency, overall, plan, rows_of, seconds
 from bench.report.tables import grid, number
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
-Row = dict[str, Any]
 CLOSE, TELLING_SCHEMES = 0.03, 3
 EVIDENCE = ("real", "replay", "estimate")
-TELLING_RANKS = 8  # fewer hardly wait for one another, many more cannot be told apart in a picture
-KINDS = {"replay": "replay", "replay_estimate": "estimate", "context_parallel": "real"}
-
-
-def rows_of(rows: Sequence[Row]) -> list[Row]:
-    """The context-parallel rows."""
-    return [row for row in rows if row["kind"] in KINDS and row["case"]["world"] > 1]
-
-
-def plan(row: Row) -> Row:
-    """What a row tells of its schedule."""
-    return row["schedule"] if "schedule" in row else row
-
-
-def efficiency(row: Row, which: str) -> float | None:
-    """T1 / (world * time) of a pass: measured on real ranks; of a replay with its predicted links."""
-    found = row.get("efficiency")
-    if not found:
-        return None
-    return found["predicted"][which] if timeline.replayed(row) else found[which]
-
-
-def seconds(row: Row, which: str) -> float | None:
-    """Seconds of a pass: the slowest rank's; of a replay with its predicted links."""
-    if timeline.replayed(row):
-        return row[which]["predicted"] if which in row else None
-    return row["seconds"][which]["median"] if "seconds" in row else None
 
 
 def cause(row: Row) -> str:
@@ -62,16 +34,6 @@ def cause(row: Row) -> str:
             if share > 0.03:
                 reasons.append(f"{which}: links take {share:.0%} that no computation hides")
     return "; ".join(reasons) or "balanced, little to wait for"
-
-
-def overall(row: Row) -> float | None:
-    """E of both passes together."""
-    if timeline.replayed(row):
-        return row["efficiency"]["predicted"]["both"] if "efficiency" in row else None
-    singles, times = row.get("single_seconds") or {}, [seconds(row, w) for w in ("forward", "backward")]
-    if not all(singles.values()) or not all(times) or not singles:
-        return None
-    return sum(singles.values()) / (row["case"]["world"] * sum(t for t in times if t))
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[int, int, str, str], dict[tuple[str, str], Row]]:
@@ -200,7 +162,7 @@ def section(rows: Sequence[Row]) -> str:
         "<em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, as a "
         "ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved over "
         "bytes needed.</p>"
-        + _explanation(found) + _choice(found) + _pivot_tables(found)
+        + ring.section(found) + _choice(found) + _pivot_tables(found)
         + f"<details><summary>{len(body)} rows, each with its cause"
         f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
         + ranks.section(rows) + _agreement(found)
@@ -243,7 +205,7 @@ def _best_cell(ran: Sequence[Row], kind: str) -> str:
     best = overall(ran[0]) or 0.0
     names = [row["case"]["scheme"] for row in ran if (overall(row) or 0) >= (1 - CLOSE) * best]
     told = "; ".join(f"{row['case']['scheme']} {overall(row):.2f} ({row['case']['sharding']})" for row in ran)
-    return (f'<td class="text" style="background: rgba(var(--heat), {min(1.0, best) * 0.6:.2f})" '
+    return (f'<td class="names" style="background: rgba(var(--heat), {min(1.0, best) * 0.6:.2f})" '
             f'title="{page.esc(told)}"><b>{best:.2f}</b> {page.esc(", ".join(names))} '
             f'<span class="soft">{kind}</span></td>')
 
@@ -272,67 +234,26 @@ def _pivot_cell(row: Row | None) -> str:
             f"{value:.2f}</td>")
 
 
-def _explanation(found: Sequence[Row]) -> str:
-    """Why a ring falls behind on documents, said with the figures of the rows at hand, and drawn."""
-    good = [row for row in found if row["status"] == "ok" and overall(row) is not None]
-
-    def at(scheme, masks, near=None):
-        """A scheme's row on most ranks, or on those of another row: what ran before what was estimated, the best."""
-        here = [r for r in good if r["case"]["scheme"] == scheme and r["case"]["spec"]["mask"] in masks
-                and (near is None or (r["case"]["world"], r["kind"]) == (near["case"]["world"], near["kind"]))]
-        return max(here, key=lambda r: (r["case"]["world"], r["kind"] != "replay_estimate", overall(r)), default=None)
-
-    ring = at("ring", ("full_document",)) or at("ring", ("causal_document",))
-    if not ring:
-        return ""
-    mask, told = ring["case"]["spec"]["mask"], plan(ring)
-    dense = at("ring", ("full",), ring) or at("ring", ("causal",), ring)
-    text = (
-        f"Why does a ring fall behind on documents? At each step a rank works on its own queries and the keys of one "
-        f"other rank, and the next step begins when all are done. Under {mask} a query sees its own document alone: "
-        f"most pairs of ranks have no work, some have a lot, at every step others. Of {ring['case']['world']} ranks "
-        f"each works {told['step_balance']:.0%} of the time on average ({told['total_balance']:.0%} if they only "
-        f"met at the end): E is {overall(ring):.2f}, {_source(ring)}.")
-    if dense:
-        text += (f" Under {dense['case']['spec']['mask']} every pair has the same work, ranks work "
-                 f"{plan(dense)['step_balance']:.0%} of the time, and E is {overall(dense):.2f}.")
-    others = [other for scheme in ("ulysses", "all_gather", "usp") if (other := at(scheme, (mask,), ring))
-              or (other := at(scheme, (mask,)))]
-    if others:
-        best = max(others, key=lambda r: (r["case"]["world"], overall(r)))
-        text += (f" {best['case']['scheme']} has {_steps(best)} where the ring has {_steps(ring)}: on "
-                 f"{best['case']['world']} ranks they work {plan(best)['step_balance']:.0%} of the time, E is "
-                 f"{overall(best):.2f}, {_source(best)}.")
-    return f"<p><strong>{page.esc(text)}</strong></p>"
-
-
-def _steps(row: Row) -> str:
-    steps = plan(row)["steps"]
-    return f"{steps} step" + "s" * (steps > 1)
-
-
-def _source(row: Row) -> str:
-    return {"replay": "replayed", "replay_estimate": "estimated", "context_parallel": "measured"}[row["kind"]]
-
-
 def _timelines(found: Sequence[Row]) -> str:
+    """One of each scheme, but of the ring that is drawn already."""
     drawable = [r for r in found if timeline.can_draw(r) and r["case"]["world"] <= timeline.MOST_RANKS]
-    drawable.sort(key=lambda r: ("document" not in r["case"]["spec"]["mask"], abs(r["case"]["world"] - TELLING_RANKS),
-                                 r["kind"] == "replay_estimate"))
+    told = ring.drawn([r for r in drawable if overall(r) is not None])
+    near = told["case"]["spec"]["mask"] if told else ""
+    drawable.sort(key=lambda r: (r["case"]["spec"]["mask"] != near, "document" not in r["case"]["spec"]["mask"],
+                                 abs(r["case"]["world"] - ring.TELLING_RANKS), r["kind"] == "replay_estimate"))
     of_scheme: dict[str, Row] = {}
     for row in drawable:
-        of_scheme.setdefault(row["case"]["scheme"], row)
+        if not (told and row["case"]["scheme"] == "ring"):
+            of_scheme.setdefault(row["case"]["scheme"], row)
     parts = []
-    for row in sorted(of_scheme.values(), key=lambda r: r["case"]["scheme"] != "ring"):
+    for row in of_scheme.values():
         figure, case, spec = timeline.picture(row), row["case"], row["case"]["spec"]
         title = (f"{case['scheme']} under {spec['mask']}: {case['world']} ranks, {spec['seq_len']:,} tokens, "
-                 f"{case['sharding']}, {case['stack']}, forward, {_source(row)}")
+                 f"{case['sharding']}, {case['stack']}, forward, {HOW[row['kind']]}")
         parts.append(f"<h4>{page.esc(title)}</h4>{pictures.svg(figure)}")
         pictures.plt.close(figure)
     if not parts:
         return ""
-    note = ("<p class='soft'>One of each scheme, one line a rank. Blue computes (light: told by its cells, at the rate "
-            "of the step's busiest rank), yellow waits for the step's slowest rank, red are links that no computation "
-            "hides. The folder <code>traces</code> beside this page holds both passes of every such row for Perfetto."
-            "</p>")
-    return f"<h3>Timelines: a ring waits at every step</h3>{note}{''.join(parts)}"
+    note = (f"<p class='soft'>{timeline.LEGEND} The folder <code>traces</code> beside this page holds both passes of "
+            "every such row for Perfetto.</p>")
+    return f"<h3>Timelines of the other schemes</h3>{note}{''.join(parts)}"

@@ -20,6 +20,7 @@ p, li { max-width: 75ch; } .soft { color: var(--soft); } nav a { margin-right: 1
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, .text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+td.names { white-space: normal; text-align: left; min-width: 5.2rem; }
 thead th { vertical-align: bottom; font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad);
   font-weight: 600; } .note { color: var(--note); } .none { color: var(--soft); }
 .masks { display: grid; grid-template-columns: repeat(auto-fill, minmax(135px, 1fr)); gap: .8rem; }
@@ -29,8 +30,10 @@ figcaption { font-size: 12px; color: var(--soft); overflow-wrap: anywhere; } svg
   solid var(--line); border-radius: 8px; padding: .6rem 1rem; } .tile b { display: block; font-size: 1.3rem; }
 .pair { display: flex; flex-wrap: wrap; column-gap: 2.5rem; align-items: flex-start; } .pair > div { min-width: 0;
   max-width: 100%; } @media (max-width: 700px) { .wide > svg { max-width: none; } }
-details { margin: .8rem 0; } summary { cursor: pointer; }
+h4 { font-size: .85rem; margin: .8rem 0 .2rem; } details { margin: .8rem 0; } summary { cursor: pointer; }
+section { content-visibility: auto; contain-intrinsic-size: auto 60rem; }
 """
+TOLD = {"ok": "rows right", "unsupported": "refused, with reason"}
 STATUS_CLASS = {"ok": "good", "unsupported": "none", "out_of_memory": "note", "timeout": "note",
                 "skipped": "note"}
 
@@ -44,7 +47,8 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table; a cell that starts with "<td" is taken as it is, others are escaped."""
     def tag(x):
         return x if str(x).startswith("<td") else f"<td>{esc(x)}</td>"
-    texts = {n for line in body for n, x in enumerate(line) if str(x).startswith('<td class="text')}
+    at_left = ('<td class="text', '<td class="names')
+    texts = {n for line in body for n, x in enumerate(line) if str(x).startswith(at_left)}
     heads = "".join(
         f'<th{" class=text" if n in texts else ""}>{esc(h).replace("|", "<br>")}</th>' for n, h in enumerate(head))
     lines = "".join("<tr>" + "".join(tag(x) for x in line) + "</tr>" for line in body)
@@ -62,8 +66,10 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
       first: further sections in front of all rates; sections: those behind the capability table.
     """
     found = aggregate.entries(rows)
+    anchors = {anchor for anchor, _, text in (*first, *sections) if text}
+    anchors |= {"ring"} if any('id="ring"' in text for _, _, text in sections) else set()
     parts = [
-        ("summary", "What this is", _summary(rows, found, {anchor for anchor, _, text in (*first, *sections) if text})),
+        ("summary", "What this is", _summary(rows, found, anchors)),
         ("masks", "The masks", _masks()),
         *first,
         ("rates", "Rates: mask by kernel", _rates(found)),
@@ -86,7 +92,8 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
 
 def _summary(rows, found, anchors) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
-    tiles = [(str(n), status.replace("_", " ")) for status, n in sorted(counts.items(), key=lambda x: -x[1])]
+    tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
+             for status, n in sorted(counts.items(), key=lambda x: -x[1])]
     for row in rows:
         if row["kind"] == "ceiling" and row["status"] == "ok":
             tiles.append((f"{row['peak_flops'] / 1e12:.3g} TFLOP/s",
@@ -123,8 +130,9 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str]) -
                 + (f", {(e.rate or 0) / peak:.0%} of the matrix peak)" if peak else ")") for e in tops) + ".")
         told += _price(timed) if setting[0] == "forward" else []
     if "parallel" in anchors:
-        told.append('<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks, and why a ring '
-                    "falls behind on documents.")
+        told.append('<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks.')
+    if "ring" in anchors:
+        told.append('<a href="#ring">Why a ring falls behind on documents</a>, with a picture of who waits.')
     lines = "".join(f"<li>{line}</li>" for line in told)
     return f"<h3>What it says</h3><ul>{lines}</ul>" if told else ""
 

@@ -13,6 +13,8 @@ from bench.report.pictures import STYLE
 
 COLOURS = {"compute": "#4477aa", "estimated": "#88aacc", "wait": "#ddaa33", "links": "#ee6677"}
 MOST_RANKS = 64  # a picture with more lines is not read
+LEGEND = ("One line a rank. Blue computes (light: told by its cells, at the rate of the step's busiest rank), yellow "
+          "waits for the step's slowest rank, red are links that no computation hides.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +94,13 @@ def can_draw(row: dict[str, Any]) -> bool:
     return bool(row.get("runs")) if replayed(row) else "inside" in row
 
 
-def picture(row: dict[str, Any], which: str = "forward") -> plt.Figure:
+def picture(row: dict[str, Any], which: str = "forward", width: float = 9.0) -> plt.Figure:
     """One line a rank, time to the right."""
     drawn = bars(row, which)
     world = row["case"]["world"]
     shown = min(world, MOST_RANKS)
     with plt.rc_context({**STYLE, "axes.grid": False}):
-        figure, axis = plt.subplots(figsize=(9, 1.3 + 0.17 * max(4, shown)), layout="constrained")
+        figure, axis = plt.subplots(figsize=(width, 1.3 + 0.17 * max(4, shown)), layout="constrained")
         for kind, colour in COLOURS.items():
             these = [b for b in drawn if b.kind == kind and b.rank < shown]
             if these:
