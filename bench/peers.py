@@ -22,14 +22,13 @@ import contextlib
 import fcntl
 import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
-from bench import engine, options, records
+from bench import engine, options, program, records
 from bench.cases import STACKS, ProblemSpec, differing
 from bench.interleave import contender, interleave, judged, rates_of
 from bench.passes import Inputs
@@ -179,21 +178,14 @@ def told(row: dict[str, Any]) -> str:
     return f"{row['key'].rpartition('/')[0]}: {rates} TFLOP/s{failed}"
 
 
-def main(argv):
+def main() -> int:
     """Runs the contenders that the flags name in turns; 1 where a row is not ok, 2 for bad flags."""
     values = flags.FLAGS
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    names, specs = contenders_of(values), specs_of(values)
+    passes = options.choose("passes", values.passes, PASSES)
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        names, specs = contenders_of(values), specs_of(values)
-        passes = options.choose("passes", values.passes, PASSES)
-        writer = engine.open_records(engine.Options(Path(values.out), values.resume))
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
-    race = Race(names, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
-    with writer:
+    with engine.open_records(engine.Options(Path(values.out), values.resume)) as writer:
+        race = Race(names, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
         for spec in specs:
             for which in passes:
                 if race.key(spec, which) not in writer.keys:
@@ -205,4 +197,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    program.run(main)
