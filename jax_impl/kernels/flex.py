@@ -1,13 +1,8 @@
 """flex: the Hopper kernels under a traced predicate, and with traced logits, after FlexAttention (Dong et al., 2024).
 
-A predicate says which elements are visible, a score_mod changes logits; both are ordinary jnp functions of indices,
-traced into the kernels' bodies, and the backward pass differentiates score_mod by `jax.vjp` there:
-
-    mask_mod(batch, q_head, i, j, q_values, kv_values) -> bool
-    score_mod(score, batch, q_head, i, j) -> score
-
-i, j are query and key indices of a tile, q_values and kv_values the elements of `q_arrays` and `kv_arrays` (int32, one
-value per query or key, such as document numbers) at i and j. Everything is elementwise.
+A predicate (`workload.predicate.Predicate`) says which elements are visible, its score_mod changes logits; both are
+ordinary jnp functions of indices, traced into the kernels' bodies, and the backward pass differentiates score_mod by
+`jax.vjp` there. Indices are those of a tile's elements, arrays int32.
 
 Which tiles are empty or full is found without a dense picture: from the intervals where the mask alone decides, else
 by evaluating the predicate a tile at a time, O(blocks) memory.
@@ -29,31 +24,8 @@ from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, Policy, Walk
 from workload.capability import ALL_STATIC
 from workload.masks import IntervalMask
+from workload.predicate import Predicate, given
 from workload.problem import AttentionProblem
-
-
-@dataclasses.dataclass(frozen=True)
-class Predicate:
-    """A mask_mod and the arrays that it reads, a score_mod (either may be None); see the module's text.
-
-    Raises ValueError where there are arrays and no mask_mod.
-    """
-
-    mask_mod: Callable | None = None
-    score_mod: Callable | None = None
-    q_arrays: tuple[np.ndarray, ...] = ()
-    kv_arrays: tuple[np.ndarray, ...] = ()
-
-    def __post_init__(self):
-        if self.mask_mod is None and (self.q_arrays or self.kv_arrays):
-            raise ValueError("q_arrays, kv_arrays: a mask_mod reads them, and there is none")
-
-    def require(self, problem: AttentionProblem) -> None:
-        """ValueError naming the arrays of which one does not hold an integer for each query, or key."""
-        for label, n in (("q_arrays", problem.q_len), ("kv_arrays", problem.kv_len)):
-            for x in map(np.asarray, getattr(self, label)):
-                if x.shape != (n,) or x.dtype.kind not in "iub":
-                    raise ValueError(f"{label}: {x.dtype} {x.shape} among them, not {n} integers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,15 +296,15 @@ def prepare(
     """Operands of the problem's mask as a predicate, or of a predicate of one's own.
 
     Args:
-      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. ValueError on arrays of
-        another length.
+      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
+        as of `workload.predicate.given`.
       per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
       deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
     """
-    given = predicate or Predicate()
-    given.require(problem)
-    own = given.mask_mod is not None
-    used = given if own else dataclasses.replace(predicate_of(problem.mask), score_mod=given.score_mod)
+    used = given(predicate, problem)
+    own = used.mask_mod is not None
+    if not own:
+        used = dataclasses.replace(predicate_of(problem.mask), score_mod=used.score_mod)
     heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
     by_key = problem.mask.transpose()
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels import hopper_kernel
 from jax_impl.kernels.base import Kernel
-from jax_impl.kernels.flex import Predicate, Traced, _pad
+from jax_impl.kernels.flex import Traced, _pad
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
@@ -25,6 +25,7 @@ from jax_impl.kernels.hopper_sparse import NARROW, WIDE
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.capability import HALF, Capability
+from workload.predicate import Predicate, given
 from workload.problem import PASSES, AttentionProblem
 
 
@@ -105,11 +106,10 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     """The lists of both passes as policies of the Hopper kernels.
 
     Args:
-      predicate: a mask_mod and a score_mod (see `flex`) besides the mask; a mask_mod is asked in every listed tile.
-        ValueError on arrays of another length.
+      predicate: a mask_mod and a score_mod besides the mask; a mask_mod is asked in every listed tile. TypeError or
+        ValueError as of `workload.predicate.given`.
     """
-    mask, used = problem.mask, predicate or Predicate()
-    used.require(problem)
+    mask, used = problem.mask, given(predicate, problem)
     columns = NARROW if problem.head_dim == 128 else WIDE
     side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))

@@ -1,4 +1,7 @@
-"""flex: torch's FlexAttention with a predicate on row intervals and a BlockMask made from tile runs.
+"""flex: torch's FlexAttention under any predicate, with a BlockMask made from tile runs or a strip of tiles at a time.
+
+A static mask is a predicate on its row intervals, whose tiles are known from the runs; a `workload.predicate.Predicate`
+of the caller's is evaluated, O(kv_len) memory.
 
 The public function hides the backward's own inputs, so the two operators behind it are traced and handed to
 Inductor here, once per shape: nothing can recompile behind our back or fall back to eager, and the backward takes
@@ -19,13 +22,21 @@ from torch_impl.kernels.walks import ragged_runs
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask, visible
+from workload.predicate import Predicate, given
 from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex"
 BLOCK = 128
+SPAN = 256  # blocks of keys in which a caller's predicate is evaluated at a time
 # TRITON: left to itself Inductor takes its decoding template for fewer than 128 rows, which found no launch for 75.
 OPTIONS = {"BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
            "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
+
+
+def _unchanged(score, b, h, i, j):
+    """The score modification: none."""
+    del b, h, i, j
+    return score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +44,11 @@ class FlexOperands:
     """A mask as FlexAttention's operators take it.
 
     Attributes:
-      bounds: what the predicate reads; of intervals 2R tensors, int32 [q_len]: starts[0], ends[0], starts[1], ...
+      bounds: what the predicate reads: 2R int32 [q_len], starts[0], ends[0], starts[1], ..., of intervals.
       lists: eight int32 tensors: counts [1, heads, blocks] and indices [1, heads, blocks, slots] of partial key
         blocks, full key blocks, partial query blocks and full query blocks; heads is 1 or q_heads.
       seen: the predicate, (b, h, i, j, *bounds) -> visible; hashable.
+      score: (score, b, h, i, j) -> score.
       block: size of the blocks, of queries and keys alike.
       tile: side of the forward kernel's tiles, None for its own choice.
       kernel: whose operands these are, for messages.
@@ -45,6 +57,7 @@ class FlexOperands:
     bounds: tuple[torch.Tensor, ...]
     lists: tuple[torch.Tensor, ...]
     seen: Callable
+    score: Callable = _unchanged
     block: int = BLOCK
     tile: int | None = None
     kernel: str = NAME
@@ -52,15 +65,16 @@ class FlexOperands:
     @property
     def form(self) -> "Form":
         """What is compiled in."""
-        return Form(len(self.bounds), self.seen, self.block, self.tile)
+        return Form(len(self.bounds), self.seen, self.score, self.block, self.tile)
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The part of the operands that a compiled program is bound to: number of bounds, predicate, block, tile."""
+    """The part of the operands that a compiled program is bound to: number of bounds, functions, block, tile."""
 
     bounds: int
     seen: Callable
+    score: Callable
     block: int
     tile: int | None
 
@@ -97,13 +111,69 @@ def lists_of(mask: IntervalMask, device) -> list[torch.Tensor]:
     return [torch.as_tensor(x, device=device)[None, None] for x in arrays]
 
 
-def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
-    """Row bounds and block lists on the device, from tile runs: O(blocks^2) memory, as the operator wants it."""
-    mask = problem.mask
-    rows = [x[r] for r in range(mask.intervals) for x in (mask.starts, mask.ends)]
-    bounds = tuple(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in rows)
-    lists = (*lists_of(mask, device), *lists_of(mask.transpose(), device))
-    return FlexOperands(bounds, lists, _seen)
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A caller's mask_mod; the first `queries` of the bounds hold a value for each query, the others for each key."""
+
+    mask_mod: Callable
+    queries: int
+
+    def __call__(self, b, h, i, j, *bounds):
+        """Whether query i of head h sees key j."""
+        of_queries, of_keys = bounds[: self.queries], bounds[self.queries :]
+        return self.mask_mod(b, h, i, j, tuple(x[i] for x in of_queries), tuple(x[j] for x in of_keys))
+
+
+def classes_of(seen: Callable, bounds, lengths: tuple[int, int], heads: tuple[int, int], device=None) -> np.ndarray:
+    """int8 [query blocks, key blocks]: 0 empty, 1 partial, 2 full, over all (batch, q_head) of `heads`.
+
+    Blocks that a length cuts are never full. Evaluated `SPAN` blocks at a time.
+    """
+    q_len, kv_len = lengths
+    found = np.zeros((-(-q_len // BLOCK), -(-kv_len // BLOCK)), np.int8)
+    for row in range(found.shape[0]):
+        i = torch.arange(row * BLOCK, min((row + 1) * BLOCK, q_len), device=device)[:, None]
+        for first in range(0, found.shape[1], SPAN):
+            j = torch.arange(first * BLOCK, min((first + SPAN) * BLOCK, kv_len), device=device)[None]
+            cells = torch.zeros(-(-j.shape[1] // BLOCK) * BLOCK, dtype=torch.int64, device=device)
+            for b, h in np.ndindex(heads):
+                cells[: j.shape[1]] += seen(b, h, i, j, *bounds).broadcast_to(len(i), j.shape[1]).sum(dim=0)
+            total = cells.view(-1, BLOCK).sum(dim=1)
+            whole = total == heads[0] * heads[1] * BLOCK * BLOCK
+            found[row, first : first + SPAN] = ((total > 0).to(torch.int8) + whole).cpu().numpy()
+    return found
+
+
+def _chosen(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(counts [rows], indices [rows, columns]) of the tiles that are true in each row, ascending, 0 behind them."""
+    counts = tiles.sum(axis=1, dtype=np.int32)
+    indices = np.argsort(~tiles, axis=1, kind="stable").astype(np.int32)
+    return counts, np.where(np.arange(tiles.shape[1]) < counts[:, None], indices, 0)
+
+
+def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | None = None,
+            per_head: bool = False) -> FlexOperands:
+    """What the predicate reads and the block lists on the device: O(blocks^2) memory, as the operator wants it.
+
+    Args:
+      predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
+        as of `workload.predicate.given`.
+      per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
+    """
+    used, mask = given(predicate, problem), problem.mask
+    score = used.score_mod or _unchanged
+    if used.mask_mod is None:
+        rows = [x[r] for r in range(mask.intervals) for x in (mask.starts, mask.ends)]
+        bounds = tuple(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in rows)
+        lists = (*lists_of(mask, device), *lists_of(mask.transpose(), device))
+        return FlexOperands(bounds, lists, _seen, score)
+    arrays = (*used.q_arrays, *used.kv_arrays)
+    bounds = tuple(torch.as_tensor(np.ascontiguousarray(x, np.int32), device=device) for x in arrays)
+    seen = Given(used.mask_mod, len(used.q_arrays))
+    heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
+    classes = classes_of(seen, bounds, (problem.q_len, problem.kv_len), heads, device)
+    found = (x for tiles in (classes, classes.T) for which in (1, 2) for x in _chosen(tiles == which))
+    return FlexOperands(bounds, tuple(torch.as_tensor(x, device=device)[None, None] for x in found), seen, score)
 
 
 def _seen(b, h, i, j, *bounds):
@@ -112,19 +182,13 @@ def _seen(b, h, i, j, *bounds):
     return visible(bounds[0::2], bounds[1::2], i, j)
 
 
-def _unchanged(score, b, h, i, j):
-    """The score modification: none."""
-    del b, h, i, j
-    return score
-
-
 def _traced_forward(scale, form, q, k, v, *tensors):
     """out and base-2 lse; tensors are the bounds and the eight lists."""
     from torch._higher_order_ops.flex_attention import flex_attention
 
     bounds, lists = tensors[: form.bounds], tensors[form.bounds :]
     blocks = form.mask(q.shape[2], k.shape[2], lists)
-    return flex_attention(q, k, v, _unchanged, blocks, scale, form.options(), (), bounds)[:2]
+    return flex_attention(q, k, v, form.score, blocks, scale, form.options(), (), bounds)[:2]
 
 
 def _traced_backward(scale, form, q, k, v, out, lse, dout, *tensors):
@@ -133,7 +197,8 @@ def _traced_backward(scale, form, q, k, v, out, lse, dout, *tensors):
 
     bounds, lists = tensors[: form.bounds], tensors[form.bounds :]
     example = (q.new_zeros((), requires_grad=True), *(q.new_zeros((), dtype=torch.int) for _ in range(4)))
-    graphs = create_fw_bw_graph(_unchanged, example, ())
+    with torch.enable_grad():  # without, a score_mod's gradient comes out as None
+        graphs = create_fw_bw_graph(form.score, example, ())
     blocks = form.mask(q.shape[2], k.shape[2], lists)
     options = form.options()
     return flex_attention_backward(q, k, v, out, lse, dout, None, *graphs, blocks, scale, options, (), bounds)[:3]

@@ -43,7 +43,7 @@ def prepare(problem: AttentionProblem, device=None) -> FlexOperands:
     lists = (*_partial_and_full(by_query.lists, repeats), *_partial_and_full(by_key.lists, repeats))
     tile = None if mask.block % flex.BLOCK == 0 else tile_size(TILE, mask.block)
     seen = Listed(mask.block, problem.q_heads // mask.heads)
-    return FlexOperands(bounds, lists, seen, mask.block, tile, NAME)
+    return FlexOperands(bounds, lists, seen, block=mask.block, tile=tile, kernel=NAME)
 
 
 def _partial_and_full(lists: TileLists, repeats: int) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
 from jax_impl import kernels
 from jax_impl.kernels import flex, hopper_masks, hopper_order
-from jax_impl.kernels.flex import Predicate
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles
@@ -19,8 +18,8 @@ from tests import conformance
 from tests.jax_impl import interpret_patch
 from tests.jax_impl.interpret_patch import interpreted
 from workload import masks
-from workload.block_masks import uniform_block
 from workload.oracle import attention_oracle
+from workload.predicate import Predicate
 from workload.problem import AttentionProblem
 
 DTYPE = "bfloat16"
@@ -107,20 +106,6 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     wide = [x.astype(jnp.float32) for x in inputs]
     (out, lse), pull = jax.vjp(dense, *wide[:3])
     close(got, (out, lse, *pull((wide[3], jnp.zeros_like(lse)))), 2 * BUDGET)
-
-
-@pytest.mark.parametrize("arrays_, said", [
-    ({"q_arrays": (np.arange(59),)}, r"q_arrays: int64 \(59,\) among them, not 60 integers"),
-    ({"kv_arrays": (np.arange(70), np.zeros(70))}, "kv_arrays: float64"),
-])
-def test_arrays_of_a_predicate_that_do_not_fit_are_named(arrays_, said):
-    """A shorter one would be read past its end, where its last value stands."""
-    with pytest.raises(ValueError, match="a mask_mod reads them, and there is none"):
-        Predicate(None, None, **arrays_)
-    for name, mask in (("flex", masks.full(60, 70)), ("flex_sparse", uniform_block(60, 70, 1, 128, 1.0))):
-        predicate = Predicate(lambda b, h, i, j, *_: j >= i, None, **arrays_)
-        with pytest.raises(ValueError, match=said):
-            kernels.get(name).prepare(AttentionProblem(mask, 1, 2, 1, 64, DTYPE), predicate=predicate)
 
 
 def test_a_predicate_that_differs_by_batch_entry_and_head():

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jax_impl import kernels
-from jax_impl.kernels.flex import Predicate
 from jax_impl.kernels.flex_sparse import prepare
 from tests.conformance import inputs, relative_error
 from tests.jax_impl.interpret_patch import interpreted
 from tests.jax_impl.kernels.test_hopper_sparse import judged, run
 from workload.block_masks import uniform_block
+from workload.predicate import Predicate
 from workload.problem import AttentionProblem
 
 KERNEL = kernels.get("flex_sparse")

@@ -1,0 +1,37 @@
+"""Predicates: what their arrays must be, in both stacks."""
+
+import numpy as np
+import pytest
+
+import jax_impl.kernels
+import torch_impl.kernels
+from workload import masks
+from workload.block_masks import uniform_block
+from workload.predicate import Predicate, given
+from workload.problem import AttentionProblem
+
+FULL = AttentionProblem(masks.full(60, 70), 1, 2, 1, 64, "bfloat16")
+BLOCKS = AttentionProblem(uniform_block(60, 70, 1, 128, 1.0), 1, 2, 1, 64, "bfloat16")
+KERNELS = [(jax_impl.kernels, "flex", FULL), (jax_impl.kernels, "flex_sparse", BLOCKS),
+           (torch_impl.kernels, "flex", FULL)]
+
+
+@pytest.mark.parametrize("arrays, said", [
+    ({"q_arrays": (np.arange(59),)}, r"q_arrays: int64 \(59,\) among them, not 60 integers"),
+    ({"kv_arrays": (np.arange(70), np.zeros(70))}, "kv_arrays: float64"),
+])
+def test_arrays_that_do_not_fit_are_named(arrays, said):
+    """A shorter one would be read past its end."""
+    with pytest.raises(ValueError, match="a mask_mod reads them, and there is none"):
+        Predicate(None, None, **arrays)
+    predicate = Predicate(lambda b, h, i, j, *_: j >= i, None, **arrays)
+    for table, name, problem in KERNELS:
+        with pytest.raises(ValueError, match=said):
+            table.get(name).prepare(problem, predicate=predicate)
+
+
+def test_what_is_no_predicate_is_named():
+    for table, name, problem in KERNELS:
+        with pytest.raises(TypeError, match=r"predicate: builtins.function is no workload.predicate.Predicate"):
+            table.get(name).prepare(problem, predicate=lambda b, h, i, j: j <= i)
+    assert given(None, FULL) == Predicate()

@@ -1,0 +1,48 @@
+"""A mask and a change of logits as functions of indices: what the kernels `flex` and `flex_sparse` trace.
+
+    mask_mod(batch, q_head, i, j, q_values, kv_values) -> bool
+    score_mod(score, batch, q_head, i, j) -> score
+
+Both are elementwise functions of the stack's own arrays. i, j are indices of queries and keys, q_values and kv_values
+the elements of `q_arrays` and `kv_arrays` (one integer for each query or key, such as document numbers) at i and j.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from workload.problem import AttentionProblem, check_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate:
+    """A mask_mod and the arrays that it reads, a score_mod (either may be None); see the module's text.
+
+    Raises ValueError where there are arrays and no mask_mod.
+    """
+
+    mask_mod: Callable | None = None
+    score_mod: Callable | None = None
+    q_arrays: tuple[np.ndarray, ...] = ()
+    kv_arrays: tuple[np.ndarray, ...] = ()
+
+    def __post_init__(self):
+        if self.mask_mod is None and (self.q_arrays or self.kv_arrays):
+            raise ValueError("q_arrays, kv_arrays: a mask_mod reads them, and there is none")
+
+
+def given(predicate: Predicate | None, problem: AttentionProblem) -> Predicate:
+    """A caller's predicate for a problem, an empty one for None.
+
+    TypeError on what is no predicate, ValueError naming the arrays of which one does not hold an integer for each
+    query, or key.
+    """
+    if predicate is None:
+        return Predicate()
+    check_kind("predicate", predicate, Predicate)
+    for label, n in (("q_arrays", problem.q_len), ("kv_arrays", problem.kv_len)):
+        for x in map(np.asarray, getattr(predicate, label)):
+            if x.shape != (n,) or x.dtype.kind not in "iub":
+                raise ValueError(f"{label}: {x.dtype} {x.shape} among them, not {n} integers")
+    return predicate
