@@ -115,13 +115,13 @@ def _throughput(ran: Sequence[Row]) -> str:
             "behind it ms of JAX, ms of PyTorch. Under one name stand different programs: ours, or a library's.</p>"
             + page.table(["kernel", "mask", "tokens", "shape", "dtype", *PASSES], body))
     for title, cells in grids.items():
-        masks = [m for m in ALL_BUILDERS if any(m == mask for _, mask in cells)]
-        body = [[scheme, *(_times(cells.get((scheme, mask))) for mask in masks)]
-                for scheme in dict.fromkeys(scheme for scheme, _ in cells)]
+        schemes = [s for s in SCHEMES if any(s == scheme for scheme, _ in cells)]
+        body = [[mask, *(_times(cells.get((scheme, mask))) for scheme in schemes)]
+                for mask in ALL_BUILDERS if any(m == mask for _, m in cells)]
         parts.append(
             f"<h3>Schemes, JAX over PyTorch: {page.esc(title)}</h3><p class='soft'>Both passes of the slowest rank, in "
-            "turns, wall time: short calls tell of the host. Behind the ratio ms of JAX, ms of PyTorch.</p>"
-            + page.table(["scheme", *(m.replace("_", "_|") for m in masks)], body))
+            "turns, one behind the other, wall time: calls of a millisecond tell of the host. Behind the ratio ms "
+            "of JAX, ms of PyTorch.</p>" + page.table(["mask", *schemes], body))
     return "".join(parts)
 
 

@@ -159,7 +159,7 @@ def test_ratios_of_both_passes_stand_in_a_line_and_those_of_schemes_by_mask():
             for n, cell in enumerate([*kernels, *schemes], 1)]
     text = parity.section(rows)
     assert "<td>1.00 (1, 1)</td><td>2.00 (1, 2)</td></tr>" in text
-    assert "<td>usp</td><td>3.00 (1, 3)</td><td>4.00 (1, 4)</td></tr>" in text
+    assert "<td>full</td><td>3.00 (1, 3)</td></tr><tr><td>causal</td><td>4.00 (1, 4)</td></tr>" in text
     assert "4 agree, 1,626 not run" in text
 
 
