@@ -3,6 +3,7 @@
 import html
 from collections.abc import Sequence
 
+from bench import options
 from bench.report import aggregate, pictures, tables
 from bench.report.aggregate import Entry
 from workload.suite import ALL_BUILDERS
@@ -266,7 +267,7 @@ def _capability(found) -> str:
         return ""
     signs = {"both": ("good", "F B"), "forward": ("good", "F"), "backward": ("note", "B")}
     body = []
-    for column in columns:
+    for column in sorted(columns, key=lambda column: (_place(column.partition(" ")[0]), column)):
         line = [column]
         for mask in masks:
             verdict, reason = cells.get((mask, column), ("", ""))
@@ -282,6 +283,11 @@ def _capability(found) -> str:
             + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why + _sources(found))
 
 
+def _place(kernel: str) -> int:
+    """Where a kernel stands among all, the plain ones first."""
+    return options.ALL_KERNELS.index(kernel) if kernel in options.ALL_KERNELS else len(options.ALL_KERNELS)
+
+
 def _sources(found: Sequence[Entry]) -> str:
     """Whose program a kernel is in each stack."""
     told: dict[str, dict[str, str]] = {}
@@ -290,7 +296,7 @@ def _sources(found: Sequence[Entry]) -> str:
             told.setdefault(e.kernel, {})[e.stack] = e.source
     stacks = sorted({stack for sources in told.values() for stack in sources})
     body = [[kernel, *(f'<td class="text">{esc(sources.get(s, ""))}</td>' for s in stacks)]
-            for kernel, sources in told.items()]
+            for kernel, sources in sorted(told.items(), key=lambda x: _place(x[0]))]
     return "<h3>What the names stand for</h3>" + table(["kernel", *stacks], body) if told else ""
 
 
