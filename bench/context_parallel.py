@@ -81,7 +81,7 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
         if values.inside and stack == "jax":
             raise ValueError("--inside: jax times no step alone; give --stack=torch")
         if values.kernel:
-            options.choose("kernel", [values.kernel], options.KERNELS[stack])
+            options.choose_one("kernel", values.kernel, options.KERNELS[stack])
         for length, mask, world in itertools.product(lengths, masks, worlds):
             spec = ProblemSpec(mask, length, 0, values.batch, values.q_heads, values.kv_heads, values.head_dim,
                                values.dtype, values.seed, settings)
@@ -107,16 +107,20 @@ def check_hosts(values: flags.FlagValues) -> None:
             raise ValueError(f"--hosts: {values.hosts} does not divide the world {world}")
 
 
-def request_of(values: flags.FlagValues) -> dict[str, Any]:
-    """What every job of the run is told besides its cases; see `context_parallel_job.Request`."""
+def request_of(values: flags.FlagValues, cases: Sequence[cp.Case]) -> dict[str, Any]:
+    """What every job of the run is told besides its cases; see `context_parallel_job.Request`. ValueError names the
+    flag.
+    """
     check_hosts(values)
     check_len = 0 if values.check_len == "0" else options.numbers("check_len", [values.check_len])[0]
     traced = [text.split(":") for text in values.trace]
     for parts in traced:
         if len(parts) not in (2, 3) or any(x not in y for x, y in zip(parts, (SCHEMES, ALL_BUILDERS, SHARDINGS))):
             raise ValueError(f"--trace: {':'.join(parts)!r} is no scheme:mask or scheme:mask:sharding")
-    if values.checked and not Path(values.checked).exists():
-        raise ValueError(f"--checked: there is no file {values.checked}")
+        if not any(cp.is_among(case, [parts]) for case in cases):
+            raise ValueError(f"--trace: {':'.join(parts)!r} is no case of this run")
+    if values.checked:
+        records.read(*records.there([values.checked]))  # what is wrong with it is said before ranks start
     return {
         "protocol": {"samples": values.samples, "least": min(3, values.samples), "seconds": values.seconds},
         "check_len": check_len, "timed": values.time, "checked": values.checked, "deadline": values.deadline,
@@ -260,7 +264,8 @@ def _launcher(stack: str):
 def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed or the run was ended, 2 for bad flags."""
     values = flags.FLAGS
-    cases, request = cases_of(values), request_of(values)
+    cases = cases_of(values)
+    request = request_of(values, cases)
     out = Path(values.out)
     jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
                 values.budget or math.inf)

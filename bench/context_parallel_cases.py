@@ -17,6 +17,7 @@ from workload.topology import SCHEMES, Topology, make_topology
 flags.disclaim_key_flags()  # --help of a binary shows what it defines through here
 
 GROUPED = ("ulysses", "all_gather")  # schemes whose heads can travel and compute by groups
+DEGREES = {"ulysses": ("usp", "loongtrain"), "window": ("loongtrain",)}  # of a grid: the schemes that leave them open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +112,12 @@ def define(worlds: Sequence[str]) -> None:
 
 def cases_of(values: flags.FlagValues, stack: str, spec: ProblemSpec, world: int) -> list[Case]:
     """A problem under the schemes and shardings of the flags. ValueError names the flag."""
-    found = []
-    for scheme in choose("schemes", values.schemes, SCHEMES):
-        ulysses = values.ulysses if scheme in ("usp", "loongtrain") else 0
-        window = values.window if scheme == "loongtrain" else 0
+    found, schemes = [], choose("schemes", values.schemes, SCHEMES)
+    for name, takers in DEGREES.items():
+        if getattr(values, name) and not set(takers) & set(schemes):
+            raise ValueError(f"--{name}: only {' and '.join(takers)} take one")
+    for scheme in schemes:
+        ulysses, window = (getattr(values, name) if scheme in takers else 0 for name, takers in DEGREES.items())
         found += [Case(stack, scheme, spec, world, kind, ulysses, window, values.ranks_per_node, values.kernel,
                        granule=values.granule) for kind in choose("sharding", values.sharding, SHARDINGS)]
     return found

@@ -95,13 +95,19 @@ def _writable(name: str | Path) -> bool:
         return False
 
 
+def choose_one(label: str, value: str, allowed: Sequence[str]) -> str:
+    """The value. ValueError names what is none of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"--{label}: {value!r} is none of {', '.join(allowed)}")
+    return value
+
+
 def choose(label: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """The values, "all" standing for all allowed ones. ValueError names the first that is not allowed."""
     if list(values) == ["all"]:
         return tuple(allowed)
     for value in values:
-        if value not in allowed:
-            raise ValueError(f"--{label}: {value!r} is none of all, {', '.join(allowed)}")
+        choose_one(label, value, allowed)
     if not values:
         raise ValueError(f"--{label}: empty")
     return tuple(dict.fromkeys(values))
@@ -262,6 +268,4 @@ def options(values: flags.FlagValues) -> Options:
 
 def _longest(text: str) -> tuple[str, int]:
     kernel, _, length = text.partition(":")
-    if kernel not in ALL_KERNELS:
-        raise ValueError(f"--longest: {kernel!r} is none of {', '.join(ALL_KERNELS)}")
-    return kernel, numbers("longest", [length])[0]
+    return choose_one("longest", kernel, ALL_KERNELS), numbers("longest", [length])[0]

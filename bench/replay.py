@@ -108,7 +108,7 @@ def cases_of(values: flags.FlagValues) -> list[cp.Case]:
     out = []
     for stack in options.choose("stack", values.stack, STACKS):
         if values.kernel:
-            options.choose("kernel", [values.kernel], options.KERNELS[stack])
+            options.choose_one("kernel", values.kernel, options.KERNELS[stack])
         for mask, world in itertools.product(masks, worlds):
             spec = ProblemSpec(mask, per_rank * world, 0, values.batch, values.q_heads, values.kv_heads,
                                values.head_dim, values.dtype, values.seed, settings)

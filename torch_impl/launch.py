@@ -69,8 +69,11 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
     processes.check_hosts(hosts, host, coordinator)
     address, port = (coordinator or "127.0.0.1:0").rsplit(":", 1)
     if host == 0:  # the launcher holds the store, so that its port is free for certain
-        store = dist.TCPStore("0.0.0.0", int(port), ranks * hosts, True, wait_for_workers=False,
-                              timeout=datetime.timedelta(seconds=deadline_s))
+        try:
+            store = dist.TCPStore("0.0.0.0", int(port), ranks * hosts, True, wait_for_workers=False,
+                                  timeout=datetime.timedelta(seconds=deadline_s))
+        except dist.DistNetworkError as problem:
+            raise ValueError(f"coordinator: {problem}") from problem
         port = str(store.port)
     environ = dict(os.environ if environ is None else environ) | {HOSTED: "True"}
     return processes.spawn(command, ranks, f"{address}:{port}", deadline_s=deadline_s, environ=environ, hosts=hosts,

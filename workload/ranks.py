@@ -323,15 +323,15 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def check_hosts(hosts: int, host: int, coordinator: str | None) -> None:
-    """ValueError naming which of these is wrong for a job on several hosts: how many, which one this is, and where the
-    ranks meet.
-    """
+    """ValueError naming which of these is wrong: how many hosts a job has, which one this is, where the ranks meet."""
     if hosts < 1:
         raise ValueError(f"hosts: {hosts} < 1")
     if not 0 <= host < hosts:
         raise ValueError(f"host: {host} of {hosts} hosts, counted from 0")
-    if hosts > 1 and not re.fullmatch(r".+:\d+", coordinator or ""):
-        raise ValueError(f"coordinator: {coordinator!r} is no HOST:PORT, which a job on {hosts} hosts needs")
+    if hosts > 1 or coordinator is not None:
+        found = re.fullmatch(r".+:(\d{1,5})", coordinator or "")
+        if not found or not 0 < int(found[1]) < 1 << 16:
+            raise ValueError(f"coordinator: {coordinator!r} is no HOST:PORT, where a job on {hosts} hosts meets")
 
 
 def command_line(program: str, start: Callable[..., list[str]], arguments: Sequence[str] | None = None) -> int:
@@ -360,11 +360,9 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
         if wrong:
             parser.error(message)
     try:
-        check_hosts(a.hosts, a.host, a.coordinator)
+        said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
     except ValueError as problem:
         parser.error(f"--{problem}")
-    try:
-        said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
     except RankFailure as failure:
         print(f"{shlex.join(a.command)} on {socket.gethostname()}: {failure}", file=sys.stderr)
         return 1

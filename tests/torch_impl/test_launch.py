@@ -1,11 +1,12 @@
 """Ranks over gloo: jobs that end well, lose a rank or wait for one, and a job on two hosts."""
 
+import socket
 import sys
 
 import pytest
 
 from tests.two_hosts import run_on_both, two_hosts
-from torch_impl.launch import RankFailure, join, spawn
+from torch_impl.launch import RankFailure, join, main, spawn
 
 WORKER = [sys.executable, "-m", "tests.torch_impl.gloo_worker"]
 
@@ -39,6 +40,13 @@ def test_rank_that_lags_is_named_by_the_one_that_waits():
 def test_hosts_that_do_not_go_together_are_refused(hosts, said):
     with pytest.raises(ValueError, match=said):
         spawn(WORKER, 1, deadline_s=1, **hosts)
+
+
+def test_a_port_that_is_taken_is_named(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(SystemExit):
+            main(["--ranks=1", f"--coordinator=127.0.0.1:{taken.getsockname()[1]}", "--", sys.executable])
+    assert "--coordinator: " in (said := capsys.readouterr().err) and "already in use" in said
 
 
 def test_two_hosts_make_one_ring(tmp_path):

@@ -122,11 +122,18 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
 @pytest.mark.parametrize("flags, said", [
     ("--ranks 0", "--ranks: 0"), ("--ranks 1 --hosts 0", "--hosts: 0"), ("--ranks 1 --host 3", "--host: 3 of 1"),
     ("--ranks 1 --hosts 2", "--coordinator: None"), ("--ranks 1 --hosts 2 --coordinator h", "--coordinator: 'h'"),
+    ("--ranks 1 --coordinator h", "--coordinator: 'h'"), ("--ranks 1 --coordinator h:0", "--coordinator: 'h:0'"),
+    ("--ranks 1 --coordinator h:65536", "--coordinator: 'h:65536'"),
     ("--ranks 1 --deadline nan", "--deadline: nan"), ("--ranks 1", "no program 'none-such'")])
 def test_bad_flags_of_a_launch_are_named_before_it_starts(flags, said, capsys):
     command = "none-such" if "program" in said else sys.executable
+
+    def start(*_, hosts, host, coordinator, **__):  # as those of both stacks begin
+        ranks.check_hosts(hosts, host, coordinator)
+        pytest.fail("started")
+
     with pytest.raises(SystemExit):
-        ranks.command_line("launch", lambda *_, **__: pytest.fail("started"), [*flags.split(), "--", command])
+        ranks.command_line("launch", start, [*flags.split(), "--", command])
     assert said in capsys.readouterr().err
 
 
