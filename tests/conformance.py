@@ -228,6 +228,10 @@ class Toy:
     v: object
     right: Callable
 
+    def within(self, takes: Capability) -> "Toy":
+        """The toy with its case moved inside what a capability declares, as of `Case.within`."""
+        return dataclasses.replace(self, case=self.case.within(takes))
+
     def check(self, run: Callable, kernel: str) -> None:
         """Runs the kernel and compares out and lse with the right values, and every result with NaN."""
         case = self.case

@@ -79,6 +79,7 @@ def test_sizes_of_the_suite_hide_nothing():
 @pytest.mark.parametrize("name", [n for n in kernels.NAMES if n in NATIVE or jax.default_backend() == "gpu"])
 def test_right_values(name, toy):
     kernel = kernels.get(name)
+    toy = toy.within(kernel.capability)
     if reason := kernel.refuse(toy.case.problem, conformance.passes_of(kernel.capability)):
         pytest.skip(f"{name} {reason}")
     toy.check(run, name)
