@@ -230,32 +230,34 @@ def _curves(found) -> str:
 
 
 def _causes(found) -> str:
-    """The fastest kernel of each stack under each mask of the first setting; then every row, folded."""
+    """The fastest kernel of each stack under each mask of the first setting; the others stand among all rows."""
     order, masks = aggregate.settings(found), list(ALL_BUILDERS)
-    known = sorted((e for e in found if e.seconds and e.floor), key=lambda e: (
+    known = sorted((e for e in found if e.seconds and e.floor and e.setting in order[:2]), key=lambda e: (
         order.index(e.setting), masks.index(e.mask), -(e.rate or 0)))
     if not known:
         return ""
-    head = ["kernel", "mask", "pass", "tokens", "ms", "floor ms", "floor set by", "x floor", "visible", "tile waste",
-            "GB/s", "in words"]
+    first: dict[tuple, Entry] = {}
+    for e in known:
+        first.setdefault((e.setting, e.mask, e.stack), e)
     note = (
         "<p>The <em>floor</em> of a row is the larger of its FLOPs over the measured matrix peak and its fewest bytes "
         "over the measured copy bandwidth: no version runs much faster. <em>Tile waste</em> is what a kernel that "
-        "works in 128 &times; 128 tiles computes over what the mask shows.</p>")
-    first: dict[tuple, Entry] = {}
-    for e in known:
-        if e.setting in order[:2]:
-            first.setdefault((e.setting, e.mask, e.stack), e)
-    every = f"<details><summary>{len(known)} rows</summary>{table(head, [_cause_line(e) for e in known])}</details>"
-    return (f"{note}<h3>The fastest kernel of each stack</h3>{table(head, [_cause_line(e) for e in first.values()])}"
-            f"{every}")
+        "works in 128 &times; 128 tiles computes over what the mask shows. Here is the fastest kernel of each stack; "
+        '<a href="#rows">every row</a> has the same.</p>')
+    body = [[e.column, e.mask, e.which, f"{e.seq_len:,}", f"{(e.seconds or 0) * 1e3:.3f}", *_cause_line(e)]
+            for e in first.values()]
+    return note + table(["kernel", "mask", "pass", "tokens", "ms", *CAUSE_HEAD], body)
+
+
+CAUSE_HEAD = ("floor ms", "floor set by", "x floor", "visible", "tile waste", "GB/s", "in words")
 
 
 def _cause_line(e: Entry) -> list[str]:
-    assert e.seconds and e.floor and e.bandwidth
+    """In `CAUSE_HEAD`'s columns; empty for a row without a time or a floor."""
+    if not (e.seconds and e.floor and e.bandwidth):
+        return [""] * len(CAUSE_HEAD)
     return [
-        e.column, e.mask, e.which, f"{e.seq_len:,}", f"{e.seconds * 1e3:.3f}", f"{e.floor * 1e3:.4f}", e.bound,
-        f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
+        f"{e.floor * 1e3:.4f}", e.bound, f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
         "" if e.waste is None else f"{e.waste:.2f}", tables.number(e.bandwidth / 1e9),
         f'<td class="text">{esc(aggregate.cause(e))}</td>',
     ]
@@ -327,16 +329,18 @@ def _machine(rows) -> str:
 
 
 def _every(found) -> str:
+    """All rows but those of refused cases, which the capability table has."""
     def text(x, form):
         return "" if x is None else format(x, form)
     body = [[
         e.column, e.mask, e.which, f"{e.seq_len:,}", e.shape, e.dtype,
         f'<td class="{STATUS_CLASS.get(e.status, "bad")}" title="{esc(e.reason)}">{esc(e.status)}</td>',
-        text(e.seconds and e.seconds * 1e3, ".3f"), text(e.spread, ".0%"), text(e.warm_seconds and e.warm_seconds * 1e3,
-        ".3f"), text(e.compile_seconds, ".2f"), text(e.prepare_seconds and e.prepare_seconds * 1e3, ".2f"),
+        text(e.seconds and e.seconds * 1e3, ".3f"), text(e.spread, ".0%"), *_cause_line(e),
+        text(e.warm_seconds and e.warm_seconds * 1e3, ".3f"), text(e.compile_seconds, ".2f"),
+        text(e.prepare_seconds and e.prepare_seconds * 1e3, ".2f"),
         text(e.peak_bytes and e.peak_bytes / 2**20, ",.0f"), f"{text(e.error_share, '.2f')} {e.worst}", e.packs,
         f'<td class="text">{esc(e.source)}</td>', f'<td class="text note">{esc("; ".join(e.flags))}</td>',
-    ] for e in found]
-    head = ["kernel", "mask", "pass", "tokens", "shape", "dtype", "status", "ms", "spread", "warm ms", "compile s",
-            "mask build ms", "peak MiB", "error / budget", "packs", "source", "flags"]
-    return f"<details><summary>{len(body)} rows</summary>{table(head, body)}</details>" if body else ""
+    ] for e in found if e.status != "unsupported"]
+    head = ["kernel", "mask", "pass", "tokens", "shape", "dtype", "status", "ms", "spread", *CAUSE_HEAD, "warm ms",
+            "compile s", "mask build ms", "peak MiB", "error / budget", "packs", "source", "flags"]
+    return f"<details><summary>{len(body):,} rows that ran</summary>{table(head, body)}</details>" if body else ""
