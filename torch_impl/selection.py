@@ -30,16 +30,10 @@ def pooled_scores(q, k, q_bounds: np.ndarray, kv_bounds: np.ndarray) -> torch.Te
 
 def _pooled(x, bounds: np.ndarray) -> torch.Tensor:
     """Mean over the tokens of each block: [batch, seq, n, d] to float32 [batch, blocks, n, d]; 0 for an empty block."""
-    sizes = np.diff(bounds)
-    token = bounds[:, :-1, None] + np.arange(max(1, sizes.max()))
-    inside = np.arange(token.shape[2]) < sizes[:, :, None]
-    out = []
-    for head in range(len(bounds)):
-        at = torch.as_tensor(np.where(inside, token, 0)[head].astype(np.int64), device=x.device)
-        held = torch.as_tensor(inside[head], device=x.device)[None, :, :, None, None]
-        mine = x.unflatten(2, (len(bounds), -1))[:, :, head]
-        size = torch.as_tensor(np.maximum(sizes[head], 1), device=x.device)[None, :, None, None]
-        out.append((mine[:, at].float() * held).sum(dim=2) / size)
+    sizes = torch.as_tensor(np.diff(bounds).astype(np.int64), device=x.device)
+    mine = x.unflatten(2, (len(bounds), -1)).unbind(2)
+    out = [torch.segment_reduce(some.float(), "mean", lengths=size.expand(len(x), -1), axis=1, initial=0)
+           for some, size in zip(mine, sizes, strict=True)]
     return torch.stack(out, dim=2).flatten(2, 3)
 
 
