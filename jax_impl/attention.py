@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jax_impl import kernels
+from jax_impl.once import once_differentiable
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem, check_operands
 
@@ -60,11 +61,12 @@ def _attend_forward(kernel, scale, q, k, v, operands):
 
 
 def _attend_backward(kernel, scale, saved, cotangents):
-    q, k, v, out, lse, operands = saved
+    *tensors, operands = saved
+    q, k, v, out, lse, dout = once_differentiable((*tensors, cotangents[0]))
     backward = kernels.get(kernel).backward
     if backward is None:
         raise Unsupported(f"jax kernel {kernel}", "has no backward pass")
-    dq, dk, dv = backward(q, k, v, out, lse, cotangents[0], operands, scale)
+    dq, dk, dv = backward(q, k, v, out, lse, dout, operands, scale)
     return dq, dk, dv, None
 
 

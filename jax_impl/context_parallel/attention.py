@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.context_parallel import head_groups
 from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
+from jax_impl.once import once_differentiable
 from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
 
 
@@ -201,7 +202,8 @@ def _attend_forward(program: Program, q, k, v, data):
 
 def _attend_backward(program: Program, residuals, cotangents):
     saved, data = residuals
-    return *backward(Plan(program, data), saved, cotangents[0]), None
+    saved, dout = once_differentiable((saved, cotangents[0]))
+    return *backward(Plan(program, data), saved, dout), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

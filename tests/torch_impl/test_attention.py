@@ -44,6 +44,14 @@ def test_lse_is_a_constant_to_differentiation():
     assert not lse.requires_grad
 
 
+def test_gradients_are_not_differentiated_again():
+    q, k, v, dout = operands(MASKS[0])
+    q.requires_grad_()
+    [dq] = torch.autograd.grad((attention(q, k, v, MASKS[0])[0] ** 2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (dq * dout).sum().backward()
+
+
 @pytest.mark.parametrize("kernel", ["naive", "sdpa"])
 def test_strided_operands(kernel):
     """G2's kind: views of a packed projection, and a transposed layout, give what contiguous copies give."""

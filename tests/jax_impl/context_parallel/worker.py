@@ -371,6 +371,8 @@ def check_api():
         ("values: builtins.list", lambda: cp.token_mean([1.0], plan)),
         *((f"head_groups: {n!r} is not an integer >= 1",
            lambda n=n: cp.make_plan(problem, scheme="usp", mesh=mesh, head_groups=n)) for n in (0, "2", 1.5, None)),
+        ("attention: its gradients are not differentiated again",
+         lambda: jax.grad(lambda q: (jax.grad(loss)(q, k, v) * q).sum())(jnp.asarray(q))),
         ("sharding: None", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, sharding=None)),
         ("mesh: builtins.NoneType", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=None)),
         ("batch_axes: 'rows'", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=mesh, batch_axes="rows")),
