@@ -357,7 +357,11 @@ def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) ->
       groups: for each group [question, answer, answer, ...] lengths; all sum to kv_len.
     """
     p = _positions(q_len, kv_len)
-    if any(len(g) == 0 for g in groups):
+    try:
+        groups = [tuple(g) for g in groups]
+    except TypeError:
+        raise ValueError(f"groups: {groups!r} is no sequence of groups of lengths") from None
+    if not all(groups):
         raise ValueError("groups: each group needs at least a question")
     lengths = _lengths("groups", [n for g in groups for n in g], kv_len)
     segment, s, _ = _segments(lengths, p)

@@ -260,6 +260,8 @@ def test_lengths_of_any_integer_type(kind):
         ("prefix_lm_document", {"lengths": [3, 5], "prefixes": [1]}, "prefixes: one per document"),
         ("block_causal_document", {"lengths": [3, 5], "block": 0}, "block: 0 is not an integer >= 1"),
         ("shared_question", {"groups": [(3, 5), ()]}, "groups: each group needs at least a question"),
+        ("shared_question", {"groups": [3, 5]}, "groups: .* is no sequence of groups"),
+        ("shared_question", {"groups": None}, "groups: None is no sequence of groups"),
         ("causal_blockwise", {"blocks": [3, 6]}, "blocks: must be >= 0 and sum to kv_len 8"),
     ],
 )
