@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from workload.selection import fixed_point_weights
+from workload.selection import check_mass, check_pooled, check_slots, fixed_point_weights
 
 
 def pooled_scores(q, k, q_bounds: np.ndarray, kv_bounds: np.ndarray) -> jax.Array:
@@ -21,6 +21,7 @@ def pooled_scores(q, k, q_bounds: np.ndarray, kv_bounds: np.ndarray) -> jax.Arra
 
     Returns: float32 [heads, q_blocks, kv_blocks].
     """
+    check_pooled(q, k, q_bounds, kv_bounds)
     heads, (batch, _, q_heads, dim), kv_heads = len(q_bounds), q.shape, k.shape[2]
     if heads > kv_heads:
         k = jnp.repeat(k, heads // kv_heads, axis=2)
@@ -54,9 +55,10 @@ def top_k(scores, k: int, allowed=None) -> tuple[jax.Array, jax.Array]:
       allowed: bool, broadcast to scores; all by default.
 
     Returns: counts int32 [heads, q_blocks] and ascending indices int32 [heads, q_blocks, k], zero after counts.
+    ValueError where k is not within 1..kv_blocks.
     """
     scores, allowed = _open(scores, allowed)
-    order = _order(scores, allowed)
+    k, order = check_slots(k, scores.shape[2]), _order(scores, allowed)
     chosen = jnp.put_along_axis(jnp.zeros_like(allowed), order[:, :, :k], True, axis=2, inplace=False)
     return lists(chosen & allowed, k)
 
@@ -66,6 +68,7 @@ def top_p(scores, p: float, allowed=None) -> tuple[jax.Array, jax.Array]:
 
     Masses are in units of 2 ** -17 of the row's largest. Arguments and results as of `top_k`, with kv_blocks slots.
     """
+    check_mass("p", p)
     scores, allowed = _open(scores, allowed)
     steps, table, limit = fixed_point_weights()
     top = jnp.where(allowed, scores, -jnp.inf).max(axis=2, keepdims=True)

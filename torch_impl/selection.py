@@ -7,7 +7,7 @@ in fixed point, where no rounding depends on a library's exp or on the order of 
 import numpy as np
 import torch
 
-from workload.selection import fixed_point_weights
+from workload.selection import check_mass, check_pooled, check_slots, fixed_point_weights
 
 
 def pooled_scores(q, k, q_bounds: np.ndarray, kv_bounds: np.ndarray) -> torch.Tensor:
@@ -19,6 +19,7 @@ def pooled_scores(q, k, q_bounds: np.ndarray, kv_bounds: np.ndarray) -> torch.Te
 
     Returns: float32 [heads, q_blocks, kv_blocks].
     """
+    check_pooled(q, k, q_bounds, kv_bounds)
     heads, (batch, _, q_heads, dim), kv_heads = len(q_bounds), q.shape, k.shape[2]
     if heads > kv_heads:
         k = k.repeat_interleave(heads // kv_heads, dim=2)
@@ -45,9 +46,10 @@ def top_k(scores, k: int, allowed=None) -> tuple[torch.Tensor, torch.Tensor]:
       allowed: bool, broadcast to scores; all by default.
 
     Returns: counts int32 [heads, q_blocks] and ascending indices int32 [heads, q_blocks, k], zero after counts.
+    ValueError where k is not within 1..kv_blocks.
     """
     scores, allowed = _open(scores, allowed)
-    order = _order(scores, allowed)
+    k, order = check_slots(k, scores.shape[2]), _order(scores, allowed)
     chosen = torch.zeros_like(allowed).scatter_(2, order[:, :, :k], True)
     return lists(chosen & allowed, k)
 
@@ -57,6 +59,7 @@ def top_p(scores, p: float, allowed=None) -> tuple[torch.Tensor, torch.Tensor]:
 
     Masses are in units of 2 ** -17 of the row's largest. Arguments and results as of `top_k`, with kv_blocks slots.
     """
+    check_mass("p", p)
     scores, allowed = _open(scores, allowed)
     steps, table, limit = fixed_point_weights()
     top = scores.masked_fill(~allowed, -torch.inf).amax(dim=2, keepdim=True)

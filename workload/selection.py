@@ -61,21 +61,40 @@ def importance(q, k, q_bounds, kv_bounds) -> np.ndarray:
       q_bounds, kv_bounds: [heads, blocks + 1]; heads divides q_heads.
     """
     q, k = np.asarray(q, np.float32), np.asarray(k, np.float32)
-    for label, x, bounds in (("q", q, q_bounds), ("k", k, kv_bounds)):
-        if x.ndim != 4 or x.shape[1] != bounds[0, -1]:
-            raise ValueError(f"{label}: shape {x.shape} is not [batch, {bounds[0, -1]}, heads, head_dim]")
-    if q.shape[2] % k.shape[2] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"k: shape {k.shape} does not go with q's {q.shape}")
+    check_pooled(q, k, q_bounds, kv_bounds)
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     heads, q_heads = len(q_bounds), q.shape[2]
-    if q_heads % heads:
-        raise ValueError(f"heads: {heads} does not divide q_heads {q_heads}")
     out = np.zeros((heads, q_bounds.shape[1] - 1, kv_bounds.shape[1] - 1), np.float32)
     for h in range(q_heads):
         m = h * heads // q_heads
         pooled = np.einsum("bqd,bkd->qk", _pool(q[:, :, h], q_bounds[m]), _pool(k[:, :, h], kv_bounds[m]))
         out[m] += pooled * (q.shape[3] ** -0.5 * heads / q_heads / len(q))
     return out
+
+
+def check_pooled(q, k, q_bounds, kv_bounds) -> None:
+    """ValueError naming what does not go together; arguments as of `importance`, in any stack."""
+    shapes = tuple(q.shape), tuple(k.shape)
+    for label, shape, bounds in zip("qk", shapes, (q_bounds, kv_bounds), strict=True):
+        if len(shape) != 4 or shape[1] != bounds[0, -1]:
+            raise ValueError(f"{label}: shape {shape} is not [batch, {bounds[0, -1]}, heads, head_dim]")
+    if shapes[0][2] % shapes[1][2] or shapes[0][::3] != shapes[1][::3]:
+        raise ValueError(f"k: shape {shapes[1]} does not go with q's {shapes[0]}")
+    if shapes[0][2] % len(q_bounds):
+        raise ValueError(f"heads: {len(q_bounds)} does not divide q_heads {shapes[0][2]}")
+
+
+def check_slots(k, blocks: int) -> int:
+    """k as an int within 1..blocks; ValueError where it is none."""
+    if integer("k", k, 1) > blocks:
+        raise ValueError(f"k: {k} of {blocks} key blocks")
+    return int(k)
+
+
+def check_mass(label: str, p: float) -> None:
+    """ValueError where p is no share of a row's softmax mass."""
+    if not 0 < p <= 1:
+        raise ValueError(f"{label}: {p} is not within (0, 1]")
 
 
 def _pool(x, bounds):
@@ -133,8 +152,7 @@ def top_p(scores, p: float, allowed) -> np.ndarray:
     >>> top_p(np.log([[0.5, 0.3, 0.2]]), 0.75, np.ones((1, 3), bool)).tolist()
     [[True, True, False]]
     """
-    if not 0 < p <= 1:
-        raise ValueError(f"top_p: {p} is not within (0, 1]")
+    check_mass("top_p", p)
     scores = np.where(allowed, np.asarray(scores, np.float64), -np.inf)
     order = np.argsort(-scores, axis=1, kind="stable")
     top = np.where(allowed.any(axis=1), scores.max(axis=1, initial=-np.inf), 0.0)

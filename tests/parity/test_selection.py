@@ -81,3 +81,22 @@ def test_pooled_scores(heads):
     for got in (in_jax.pooled_scores(q, k, mask.q_bounds, mask.kv_bounds),
                 in_torch.pooled_scores(torch.tensor(q), torch.tensor(k), mask.q_bounds, mask.kv_bounds)):
         np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stack", [in_jax, in_torch])
+def test_what_cannot_be_selected_is_named(stack):
+    """-1 once stood for all blocks but one."""
+    x = scores(False) if stack is in_jax else torch.tensor(scores(False))
+    for k, said in ((-1, "k: -1 is not an integer >= 1"), (0, "k: 0"), (1.5, "k: 1.5"), (14, "k: 14 of 13 key blocks")):
+        with pytest.raises(ValueError, match=said):
+            stack.top_k(x, k)
+    for p in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"p: {p} is not within \(0, 1\]"):
+            stack.top_p(x, p)
+    bounds = np.array([[0, 4, 10]])
+    for q, k, said in (((2, 9, 4, 8), (2, 10, 2, 8), r"q: shape .* is not \[batch, 10"),
+                       ((2, 10, 4, 8), (1, 10, 2, 8), "k: shape .* does not go with"),
+                       ((2, 10, 4, 8), (2, 10, 3, 8), "k: shape .* does not go with")):
+        q, k = (np.zeros(s, np.float32) if stack is in_jax else torch.zeros(s) for s in (q, k))
+        with pytest.raises(ValueError, match=said):
+            stack.pooled_scores(q, k, bounds, bounds)
