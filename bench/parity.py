@@ -84,16 +84,18 @@ def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.C
 def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     """All rows of the record file, and how many cells are left. ValueError names the flag that is wrong."""
     kernels, _ = cells_of(values, gpus=0)  # bad values are named before anything starts
+    asks = bool(kernels) or not values.jobs or "machine" in (*values.shapes, *values.worlds)  # what machine it is
     with contextlib.ExitStack() as held:
         out = Path(values.out)
         writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
         workers = [held.enter_context(engine.Workers()) for _ in range((values.jobs if kernels else 0) or 1)]
         judges = [held.enter_context(Worker("judge")) for _ in range(MOST_JUDGES)]
-        with concurrent.futures.ThreadPoolExecutor(len(workers) + MOST_JUDGES) as threads:  # importing takes seconds
-            for judge in judges[: values.jobs or 1]:
-                threads.submit(judge.ask, f"{engine.TASKS}:ready", values.deadline, stack="judge")
+        threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(len(workers) + MOST_JUDGES))
+        for judge in judges[: values.jobs or 1]:  # importing takes seconds
+            threads.submit(judge.ask, f"{engine.TASKS}:ready", values.deadline, stack="judge")
+        if asks:
             list(threads.map(lambda several: several.start(STACKS, values.deadline), workers))
-        gpu = engine.on_gpu(workers[0], values.deadline)
+        gpu = asks and engine.on_gpu(workers[0], values.deadline)
         gpus = workers[0]["jax"].ask(f"{engine.TASKS}:devices", values.deadline) if gpu else 0
         of_kernels, of_schemes = cells_of(values, gpus)
         todo = {cell.key for cell in of_kernels} | {cell.key for cell in of_schemes}
@@ -110,7 +112,7 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
             several.close()  # the schemes' ranks take their place
         schemes = [cell for cell in of_schemes if cell.key not in writer.keys]
         most = max(1, jobs // max(cell.case.world for cell in schemes)) if schemes else 0
-        parity_schemes.run(schemes, rows, problems, values.deadline, bool(gpus), most)
+        parity_schemes.run(schemes, rows, problems, values.deadline, most)
         return records.read(out), len(todo - writer.keys)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from bench import context_parallel_cases as cp
 from bench import engine
 from bench.parity_cells import KEPT, Problems, Rows, in_turns, spec_of
+from bench.rates import GPU_BACKENDS
 from bench.workers import Failure, Worker
 from parity.budgets import cross_budget
 from parity.compare import over_budget
@@ -94,6 +95,11 @@ class Gang(contextlib.ExitStack):
         self._joined = True
         return None
 
+    def environment(self, deadline: float) -> dict[str, Any]:
+        """Of the first rank; empty where it does not start."""
+        found = self._workers[0].ask(f"{engine.TASKS}:environment", deadline, stack="torch")
+        return {} if isinstance(found, Failure) else found
+
     def _each(self, task, deadline, each, **arguments):
         asked = [self._threads.submit(w.ask, task, deadline, **mine, **arguments)
                  for w, mine in zip(self._workers, each, strict=True)]
@@ -112,9 +118,9 @@ class Gang(contextlib.ExitStack):
 class Run(contextlib.ExitStack):
     """A job of scheme cells: the workers that it keeps, and the rows of cells that agree and are still to be timed."""
 
-    def __init__(self, rows: Rows, problems: Problems, deadline: float, world: int, on_gpu: bool):
+    def __init__(self, rows: Rows, problems: Problems, deadline: float, world: int):
         super().__init__()
-        self._rows, self._problems, self._deadline, self._on_gpu = rows, problems, deadline, on_gpu
+        self._rows, self._problems, self._deadline = rows, problems, deadline
         self._workers = self.enter_context(engine.Workers(environ={"JAX_NUM_CPU_DEVICES": str(world)}))
         self._gang = self.enter_context(Gang(world))
         self._good: dict[Cell, dict[str, Any]] = {}
@@ -126,6 +132,11 @@ class Run(contextlib.ExitStack):
             threads.submit(self._workers["judge"].ask, f"{JAX}:ready", self._deadline)
             threads.submit(self._gang.join, self._deadline)
 
+    def on_gpu(self) -> bool:
+        """Whether both stacks find a GPU."""
+        found = self._workers.environment("jax", self._deadline), self._gang.environment(self._deadline)
+        return all(machine.get("backend") in GPU_BACKENDS for machine in found)
+
     def grouped(self, cells: Sequence[Cell], size: int) -> list[tuple[Cell, ...]]:
         """Cells that a job takes at once: at most `size`, of one program of JAX's; what takes longest in front."""
         found = self._workers["jax"].ask(f"{JAX}:programs", self._deadline, of=[cell.of("jax") for cell in cells])
@@ -135,10 +146,10 @@ class Run(contextlib.ExitStack):
         groups = [part for some in of_program.values() for part in itertools.batched(some, size)]
         return sorted(groups, key=lambda some: (some[0].case.spec.mask not in DYNAMIC_MASKS, -len(some)))
 
-    def check(self, left: "collections.deque[tuple[Cell, ...]]") -> None:
+    def check(self, left: "collections.deque[tuple[Cell, ...]]", timed: bool) -> None:
         """Judges groups of cells until none is left, no more can be kept to be timed, or the time is up.
 
-        On GPUs the rows of cells that agree are kept for `clock`, unless a worker that held one of them is lost.
+        timed: whether the rows of cells that agree are kept for `clock`, unless a worker that held one of them is lost.
         """
         while not self._rows.over:
             try:
@@ -156,7 +167,7 @@ class Run(contextlib.ExitStack):
                     row = self.judge(cell, some, folder / str(number)) | {"check_seconds": time.perf_counter() - began}
                     if self._rows.over and row["status"] == "timeout":
                         return
-                    if self._on_gpu and row["status"] == "ok":
+                    if timed and row["status"] == "ok":
                         self._good[cell] = row
                         continue
                     if row["status"] not in ("ok", "unsupported", "mismatch"):
@@ -244,19 +255,20 @@ class Run(contextlib.ExitStack):
         return in_turns(clock)
 
 
-def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, on_gpu: bool, jobs: int) -> None:
+def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, jobs: int) -> None:
     """Judges cells, a world after the other, by some jobs side by side. On GPUs those that agree are timed last."""
     for world in dict.fromkeys(cell.case.world for cell in left):
         here = [cell for cell in left if cell.case.world == world]
         with contextlib.ExitStack() as held:
-            going = [held.enter_context(Run(rows, problems, deadline, world, on_gpu))
+            going = [held.enter_context(Run(rows, problems, deadline, world))
                      for _ in range(min(jobs, len(here)))]
             with concurrent.futures.ThreadPoolExecutor(len(going)) as threads:
                 try:
                     list(threads.map(Run.start, going))
                     groups = collections.deque(going[0].grouped(here, min(KEPT, math.ceil(len(here) / len(going)))))
+                    timed = going[0].on_gpu()
                     while groups and not rows.over:
-                        list(threads.map(Run.check, going, itertools.repeat(groups)))
+                        list(threads.map(Run.check, going, itertools.repeat(groups), itertools.repeat(timed)))
                         for one in going:
                             one.clock()
                 except BaseException:  # an interrupt: what the others are at is not waited for

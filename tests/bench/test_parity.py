@@ -221,6 +221,7 @@ def test_cells_of_schemes_are_timed_once_no_job_checks_and_an_interrupt_loses_no
 
     monkeypatch.setattr(engine.Workers, "__getitem__", lambda *_: Asked())
     monkeypatch.setattr(parity_schemes.Run, "start", lambda _: None)
+    monkeypatch.setattr(parity_schemes.Run, "on_gpu", lambda _: True)
     monkeypatch.setattr(parity_schemes.Run, "judge", judge)
     monkeypatch.setattr(parity_schemes.Run, "_throughput", throughput)
     for interrupted in (False, True):
@@ -228,7 +229,7 @@ def test_cells_of_schemes_are_timed_once_no_job_checks_and_an_interrupt_loses_no
         with records.Writer(tmp_path / f"p{interrupted}.jsonl") as writer:
             rows = Rows(writer, len(cells), Console(soft_wrap=True))
             with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
-                parity_schemes.run(cells, rows, Problems(tmp_path, 1.0, []), 1.0, True, 1)
+                parity_schemes.run(cells, rows, Problems(tmp_path, 1.0, []), 1.0, 1)
             found = {row["key"]: row.get("throughput_ratio") for row in records.read(writer.path)}
         assert set(found) == {cell.key for cell in cells}
         assert [found[cell.key] for cell in cells] == ([None] * 6 if interrupted else [None, None, 2.0, 2.0, 2.0, 2.0])
@@ -239,7 +240,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
     cell = parity_schemes.cells(["ring"], ["shared_question"], [2], ["zigzag"], "ranks", 0)[0]
     with records.Writer(tmp_path / "p.jsonl") as writer, Worker("judge") as judge:
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
-        with parity_schemes.Run(rows, problems, 120.0, 2, on_gpu=False) as going:
+        with parity_schemes.Run(rows, problems, 120.0, 2) as going:
             good = going.judge(cell, [cell], tmp_path / "good")
             hopper = dataclasses.replace(cell, case=dataclasses.replace(cell.case, kernel="fa3"))
             refused = going.judge(hopper, [cell, hopper], tmp_path / "refused")
