@@ -6,7 +6,7 @@
 
 FLOPs are counted from the blocks kept. One JSON line a row, as in `bench.dense`; --resume goes on with a file. The
 table at the end has each row's speed-up: the dense kernel's time under the full mask over the row's own. Selecting the
-blocks (pooled scores, top-k, top-p) is timed in rows of its own.
+blocks (pooled scores, top-k, top-p) is timed in rows, and shown in a table, of its own.
 """
 
 from collections.abc import Sequence
@@ -127,17 +127,32 @@ def speed_ups(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], floa
     return [(r, dense[shape(r)] / r["seconds"]["median"] if shape(r) in dense else None) for r in sparse]
 
 
+def _block(case: dict[str, Any]) -> str:
+    return "variable" if case["mask"] == "variable_block" else str(case["settings"].get("sparse_block", 128))
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Rate and speed-up over dense of every block-sparse row."""
     names = ("stack", "kernel", "pass", "tokens", "heads", "blocks", "density", "ms", "TFLOP/s", "over dense")
     out = Table(*(Column(name, no_wrap=True) for name in names), box=None)
     for row, gain in speed_ups(rows):
         case = row["case"]
-        block = "variable" if case["mask"] == "variable_block" else str(case["settings"].get("sparse_block", 128))
         out.add_row(
             case["stack"], case["kernel"], case["pass"], f"{case['seq_len']:,}",
-            f"{case['q_heads']}:{case['kv_heads']}", block, f"{row['density']:.2f}",
+            f"{case['q_heads']}:{case['kv_heads']}", _block(case), f"{row['density']:.2f}",
             f"{row['seconds']['median'] * 1e3:.3f}", f"{row['rate'] / 1e12:.4g}", f"{gain:.2f} x" if gain else "")
+    return out
+
+
+def selections(rows: Sequence[dict[str, Any]]) -> Table:
+    """Times of every step of the selection."""
+    names = ("selection", "stack", "tokens", "heads", "blocks", "ms")
+    out = Table(*(Column(name, no_wrap=True) for name in names), box=None)
+    for row in rows:
+        if row["kind"] == "selection" and row["status"] == "ok":
+            case = row["case"]
+            out.add_row(case["step"], case["stack"], f"{case['seq_len']:,}", f"{case['q_heads']}:{case['kv_heads']}",
+                        _block(case), f"{row['seconds']['median'] * 1e3:.3f}")
     return out
 
 
@@ -153,7 +168,10 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     rows = run(flags.FLAGS)
-    Console(width=120).print(table(rows))
+    console = Console(width=120)
+    for made in (table(rows), selections(rows)):
+        if made.row_count:
+            console.print(made)
     bad = [row for row in rows if row["status"] in ("mismatch", "error")]
     print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {flags.FLAGS.out}")
     return 1 if bad else 0

@@ -45,6 +45,7 @@ def test_rows_of_a_run(tmp_path):
     found = next(r for r in rows if r["case"].get("mask") == "uniform_block" and r["kind"] == "attention")
     assert found["flops"] == 4 * 16 * 4 * 256 * 128  # half of the key blocks
     assert [r["case"]["step"] for r in rows if r["kind"] == "selection"] == list(selection_task.STEPS)
+    assert sparse.selections(rows).row_count == 3 and "pooled_scores" in done.stdout
 
 
 def test_a_kernel_may_be_given_one_block():
