@@ -30,7 +30,7 @@ from workload.problem import AttentionProblem
 
 TOKENS = {"q": 1, "k": 1, "v": 1, "dout": 1, "out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the axis of tokens
 SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the others: q
-CALLS = 10
+CALLS = 5
 
 
 class _Built:
