@@ -138,12 +138,13 @@ class Run(contextlib.ExitStack):
         return all(machine.get("backend") in GPU_BACKENDS for machine in found)
 
     def grouped(self, cells: Sequence[Cell], size: int) -> list[tuple[Cell, ...]]:
-        """Cells that a job takes at once: at most `size`, of one program of JAX's; what takes longest in front."""
+        """Cells that a job takes at once: about `size` of one program of JAX's; what takes longest in front."""
         found = self._workers["jax"].ask(f"{JAX}:programs", self._deadline, of=[cell.of("jax") for cell in cells])
         of_program: dict[int, list[Cell]] = collections.defaultdict(list)
         for number, cell in enumerate(cells):
             of_program[number if isinstance(found, Failure) else found[number]].append(cell)
-        groups = [part for some in of_program.values() for part in itertools.batched(some, size)]
+        groups = [part for some in of_program.values() for part in
+                  itertools.batched(some, math.ceil(len(some) / max(1, round(len(some) / size))))]
         return sorted(groups, key=lambda some: (some[0].case.spec.mask not in DYNAMIC_MASKS, -len(some)))
 
     def check(self, left: "collections.deque[tuple[Cell, ...]]", timed: bool) -> None:
@@ -265,7 +266,7 @@ def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, j
             with concurrent.futures.ThreadPoolExecutor(len(going)) as threads:
                 try:
                     list(threads.map(Run.start, going))
-                    groups = collections.deque(going[0].grouped(here, min(KEPT, math.ceil(len(here) / len(going)))))
+                    groups = collections.deque(going[0].grouped(here, min(KEPT // 2, math.ceil(len(here) / len(going)))))
                     timed = going[0].on_gpu()
                     while groups and not rows.over:
                         list(threads.map(Run.check, going, itertools.repeat(groups), itertools.repeat(timed)))
