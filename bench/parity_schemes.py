@@ -266,7 +266,8 @@ def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, j
             with concurrent.futures.ThreadPoolExecutor(len(going)) as threads:
                 try:
                     list(threads.map(Run.start, going))
-                    groups = collections.deque(going[0].grouped(here, min(KEPT // 2, math.ceil(len(here) / len(going)))))
+                    size = min(KEPT // 2, math.ceil(len(here) / len(going)))
+                    groups = collections.deque(going[0].grouped(here, size))
                     timed = going[0].on_gpu()
                     while groups and not rows.over:
                         list(threads.map(Run.check, going, itertools.repeat(groups), itertools.repeat(timed)))
