@@ -19,7 +19,6 @@ from workload.errors import integer
 DATASETS = ("pile", "prolong64k", "prolong512k")
 FORMS = ("counts", "coarse")
 LONG_DOCUMENTS = (8192, 30720)  # tokens, the long half of the paper's distributed mix
-LONG_SHARE = 0.6  # share of tokens in long documents, in that mix
 CHUNK = 1024
 
 
@@ -98,8 +97,8 @@ def pack(
       documents: a name of `DATASETS`, or "auto" for `dataset_for(seq_len)`.
       seed: of a PCG64 generator: the same pack on every platform.
       cap: longest document as a share of seq_len, so that one does not swallow the pack; None for no cap.
-      long_share: share of tokens that come from documents of `LONG_DOCUMENTS` tokens (`LONG_SHARE` is the
-        paper's distributed setting); long and other documents are shuffled together.
+      long_share: share of tokens that come from documents of `LONG_DOCUMENTS` tokens (0.6 is the paper's distributed
+        setting); long and other documents are shuffled together.
       form: see `histogram`.
 
     Returns: lengths int64 [documents], >= 1, sum seq_len.

@@ -164,15 +164,16 @@ def top_p(scores, p: float, allowed) -> np.ndarray:
     return chosen & allowed
 
 
+FRACTION_BITS = 8  # of a doubling
 WEIGHT_BITS = 17  # of the largest weight; 2 ** 13 blocks of it still sum below 2 ** 31
 
 
-def fixed_point_weights(fraction_bits: int = 8) -> tuple[np.float32, np.ndarray, int]:
+def fixed_point_weights() -> tuple[np.float32, np.ndarray, int]:
     """exp in fixed point, the same integers on every machine: (steps, table, limit).
 
     A score that lies d below the row's best, rounded to n = round(d * steps) and capped by limit, weighs
     table[n % len(table)] >> (n // len(table)): 2 ** 17 at d = 0, and 0 from 18 doublings on.
     """
-    size = 1 << fraction_bits
+    size = 1 << FRACTION_BITS
     table = np.rint(2.0 ** (WEIGHT_BITS - np.arange(size) / size)).astype(np.int32)
     return np.float32(size / np.log(2)), table, size * (WEIGHT_BITS + 1)

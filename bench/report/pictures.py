@@ -92,11 +92,11 @@ def curves(found: Sequence[Entry]) -> dict[str, plt.Figure]:
         several = {m for m in ALL_BUILDERS if len({e.seq_len for e in group if e.mask == m}) > 1}
         group = [e for e in group if e.mask in several]
         if group:
-            figures[f"{which}, {shape}, {dtype}"] = _curve_panels(group, which)
+            figures[f"{which}, {shape}, {dtype}"] = _curve_panels(group)
     return figures
 
 
-def _curve_panels(group: Sequence[Entry], which: str) -> plt.Figure:
+def _curve_panels(group: Sequence[Entry]) -> plt.Figure:
     unit, name = aggregate.unit_of(group)
     masks = [m for m in ALL_BUILDERS if any(e.mask == m for e in group)]
     columns, lengths = aggregate.columns(group), sorted({e.seq_len for e in group})

@@ -55,7 +55,7 @@ def test_packs_fill_the_sequence_exactly(seq_len, name, seed, cap, long_share):
 
 def test_long_share_is_a_share_of_tokens():
     length = 1 << 20
-    lengths = documents.pack(length, long_share=documents.LONG_SHARE, seed=5)
+    lengths = documents.pack(length, long_share=0.6, seed=5)
     low, high = documents.LONG_DOCUMENTS
     long = lengths[(lengths >= low) & (lengths < high)].sum() / length
     assert 0.55 < long < 0.85, "60 % asked for, and some long ones among the others"

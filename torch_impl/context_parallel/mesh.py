@@ -13,7 +13,7 @@ from workload.topology import Hop, Topology
 
 
 class Ranks(Protocol):
-    """Where a rank gets its communicators from: a job of processes (`Job`) or threads (`threads.ThreadRanks`)."""
+    """Where a rank gets its communicators from: a job of processes (`Job`), or threads in its place."""
 
     device: torch.device
     world: int

@@ -7,8 +7,8 @@ import torch
 
 from tests.conformance import BUDGET, FLOOR, inputs, relative_error
 from tests.schemes import Case
+from tests.torch_impl.context_parallel.threads import ThreadRanks
 from torch_impl import context_parallel, kernels
-from torch_impl.context_parallel.threads import ThreadRanks
 from workload.block_masks import BlockMask
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem

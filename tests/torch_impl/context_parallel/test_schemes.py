@@ -12,9 +12,9 @@ import torch
 
 from tests.schemes import GROUPED, UNGROUPED, Case
 from tests.torch_impl.context_parallel import cases
+from tests.torch_impl.context_parallel.threads import ThreadCommunicator, ThreadRanks
 from torch_impl import context_parallel
 from torch_impl.context_parallel import local, ring
-from torch_impl.context_parallel.threads import ThreadCommunicator, ThreadRanks
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload import masks
 from workload.errors import Unsupported

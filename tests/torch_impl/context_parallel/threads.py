@@ -1,7 +1,7 @@
 """Ranks as threads of one process, their collectives as local copies: a schedule run whole on one device.
 
-The code of the schemes is the same as over `torch.distributed`; only the `Communicator` differs. Tests and the replay
-use it. Operands are handed over as they are, so a rank that changed one in flight would be seen by its peers.
+The code of the schemes is the same as over `torch.distributed`; only the `Communicator` differs. Operands are handed
+over as they are, so a rank that changed one in flight would be seen by its peers.
 """
 
 import threading
