@@ -44,7 +44,7 @@ class CudnnCapability(Capability):
     """The base's checks, and cuDNN's own: causal and packed only on squares, offsets within int32.
 
     Packed documents are forward only: on an H200 dk came out wrong (relative error 0.10 with grouped heads and 0.43
-    without, where out, lse and dq were right), with jax 0.11.2.
+    without, where out, lse and dq were right), with jax 0.11.2. Under causal and a negative scale out was NaN.
     """
 
     def refuse(self, problem: AttentionProblem, passes=PASSES) -> str | None:
@@ -156,7 +156,7 @@ def backward(q, k, v, out, lse, dout, operands: Operands, scale: float, *, grad_
 KERNEL = Kernel(
     "cudnn",
     CudnnCapability(
-        MASKS, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), devices=("gpu",),
+        MASKS, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), devices=("gpu",), positive_scale=True,
         source=f"cuDNN fused attention through jax {jax.__version__}",
     ),
     prepare,

@@ -21,7 +21,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class CudnnCapability(Capability):
-    """What cuDNN takes through torch, beside what the table's fields can say."""
+    """What cuDNN takes through torch, beside what the table's fields can say.
+
+    Under causal and a negative scale out was NaN on an H200 (cuDNN 9.19).
+    """
 
     def refuse(self, problem: AttentionProblem, passes: Iterable[str] = PASSES) -> str | None:
         """As `Capability.refuse`; also causal off the square, and a single query on a single key."""
@@ -84,7 +87,7 @@ def available() -> str | None:
 
 KERNEL = Kernel(
     NAME,
-    CudnnCapability(("full", "causal"), dtypes=HALF, head_dims=(64, 128), devices=("gpu",),
+    CudnnCapability(("full", "causal"), dtypes=HALF, head_dims=(64, 128), devices=("gpu",), positive_scale=True,
                     source=f"torch {torch.__version__}: SDPA with the cuDNN backend"),
     prepare,
     forward,

@@ -256,6 +256,10 @@ class TestCudnn:
     def test_refuses_by_name(self, mask, dtype, named):
         assert named in self.kernel.capability.refuse(AttentionProblem(mask, 1, 2, 2, 64, dtype))
 
+    def test_refuses_a_scale_that_is_not_positive(self):
+        problem = AttentionProblem(masks.causal(64, 64), 1, 2, 2, 64, scale=-0.5)
+        assert self.kernel.capability.refuse(problem) == "does not take scale -0.5"
+
     def test_takes_what_is_native(self):
         for mask in (masks.full(64, 80), masks.causal(64, 64), masks.causal_sliding_window(64, 64, 9)):
             assert self.kernel.capability.refuse(AttentionProblem(mask, 2, 4, 2, 64)) is None
