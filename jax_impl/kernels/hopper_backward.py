@@ -328,12 +328,10 @@ class _Consumer:
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, before):
         s, kernel = self.s, self.kernel
         slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
-        p, ds = self._gradient(masked, step, slot, head)
+        ds = self._gradient(dv_ref, masked, step, slot, head)
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
             half = lax.rem(step, jnp.int32(2))
-        plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
-        if kernel.with_dq:
             plgpu.barrier_wait(s.ds_ready)  # the step before: the other's dS is there, what it replaces is read
 
         def products(*dq_ref):
@@ -359,8 +357,8 @@ class _Consumer:
         pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32))
         return here
 
-    def _gradient(self, masked: bool, step, slot, head):
-        """Probabilities and gradients of the logits, [keys, queries], in the operands' dtype."""
+    def _gradient(self, dv_ref, masked: bool, step, slot, head):
+        """Gradients of the logits, [keys, queries], in the operands' dtype; issues dv's product on the way."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         vectors = s.statistics_s.at[slot].transpose((1, 0))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
@@ -395,10 +393,21 @@ class _Consumer:
                 p = jnp.exp2(logits * (kernel.scale * LOG2E))
             if masked:
                 p = jnp.where(policy.seen(rows, head, place), p, 0.0)
-            ds = p * dp_ref[...]
+            # Issued before dP is waited for, so that exp2 runs under dP's product and dS is formed under dv's. In tiles
+            # of 128 columns there are no registers for it.
+            early = not kernel.by_rows
+
+            def issue_dv():
+                plgpu.wgmma(dv_ref, p.astype(kernel.dtype), s.do_s.at[slot])
+
+            if early:
+                issue_dv()
+            ds = p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=int(early))
             if policy.changes_scores:
                 ds = policy.score_gradient(scaled, ds, head, place)
-            return p.astype(kernel.dtype), ds.astype(kernel.dtype)
+            if not early:
+                issue_dv()
+            return ds.astype(kernel.dtype)
 
         return pl.run_scoped(logits_of, tile)
 
