@@ -18,8 +18,9 @@ def row_intervals(mask, rows: np.ndarray, head: int = 0) -> Weighted:
         starts, ends = mask.starts[:, rows].reshape(-1), mask.ends[:, rows].reshape(-1)
         return starts, ends, np.ones(len(starts), np.int64)
     begin, end = (np.searchsorted(rows, mask.q_bounds[head, x]) for x in (slice(None, -1), slice(1, None)))
-    listed = np.arange(mask.indices.shape[2]) < mask.counts[head][:, None]
-    block, slot = np.nonzero(listed & (end > begin)[:, None])
+    held = np.flatnonzero(end > begin)  # a shard has few of the blocks
+    place, slot = np.nonzero(np.arange(mask.indices.shape[2]) < mask.counts[head, held, None])
+    block = held[place]
     key = mask.indices[head, block, slot]
     starts, ends = mask.kv_bounds[head, key], mask.kv_bounds[head, key + 1]
     if not mask.causal:

@@ -108,13 +108,14 @@ class Schedule:
         """Visible cells of each rank's query heads, padding ones too, at each step: int64 [steps, world]."""
         ring, degree, heads = self.topology.ring, self.topology.ulysses, self.signature.heads
         mask, out = self.problem.mask, np.zeros((len(self.signature.steps), self.topology.world), np.int64)
-        index = np.arange(ring)
+        index, areas = np.arange(ring), dict[tuple[int, ...], np.ndarray]()  # by the mask's heads, of which ranks share
         for u in range(degree):
             chosen = heads.mask_heads(u, mask.heads)
-            if chosen is None:
-                area = self.pair_area * heads.q_local
-            else:
-                area = area_matrix(mask, self.q_groups, self.kv_groups, chosen) * (heads.q_local // len(chosen))
+            some = () if chosen is None else tuple(chosen)
+            if some not in areas:
+                areas[some] = self.pair_area if chosen is None else \
+                    area_matrix(mask, self.q_groups, self.kv_groups, chosen)
+            area = areas[some] * (heads.q_local // max(1, len(some)))
             ranks = [self.topology.rank(r, u) for r in index]
             for t in range(len(out)):
                 part = area.sum(axis=1) if self.signature.gathers else area[index, self.source(t, index)]

@@ -330,4 +330,7 @@ def test_a_thousand_ranks_in_seconds():
         schedule = make(scheme, problem_of(mask, q_heads=64, kv_heads=8), world, "zigzag", **grid)
         assert 0 < schedule.step_balance <= schedule.total_balance <= 1
         assert schedule.redundancy() > (1 if scheme == "ring" else 0)  # an exchange of heads can be below V*
+    mask = uniform_block(tokens // 8, tokens // 8, 2, 128, 0.02)
+    for scheme in ("ring", "ulysses"):
+        assert make(scheme, problem_of(mask), world, granule=128).total_balance > 0.99
     assert time.perf_counter() - begin < 30
