@@ -9,9 +9,8 @@ from bench.report import aggregate, choice, context_parallel, page, parity, peer
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
-    """Prints the tables, writes report.html, report.csv, report.md, PNGs and traces; returns the page's path."""
+    """Writes report.html, report.csv, report.md, PNGs and traces, then prints the tables; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    tables.terminal(rows, console)
     found = aggregate.entries(rows)
     beside = peers.entries(rows)
     drawn = {"heat": pictures.heat_maps(found), "curves": pictures.curves(found), "peers": pictures.heat_maps(beside)}
@@ -28,5 +27,6 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
     races = ("peers", "Side by side on one card", peers.section(rows))
     target.write_text(page.build(rows, [choose], [races, agree, parallel]))
+    tables.terminal(rows, console)  # last: who reads it may go early
     console.print(f"page: {target}")
     return target

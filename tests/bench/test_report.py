@@ -126,6 +126,17 @@ def test_the_page_opens_from_few_records(rows, tmp_path):
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_terminal_that_fails_costs_no_page(tmp_path):
+    """As under `| head`."""
+    class Gone(io.StringIO):
+        def write(self, _):
+            raise OSError
+
+    with pytest.raises(OSError):
+        write_report(mixed()[:1], tmp_path, Console(file=Gone()))
+    assert (tmp_path / "report.html").exists()
+
+
 def test_csv_and_markdown_hold_every_row(folder):
     lines = list(csv.DictReader(io.StringIO((folder / "report.csv").read_text())))
     assert len(lines) == len(aggregate.attention_rows(mixed()))
