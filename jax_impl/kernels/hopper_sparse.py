@@ -107,8 +107,7 @@ def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
 def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract.
 
-    dq is summed by additions in an order of chance, and so are dk and dv of grouped heads; without groups they are the
-    same bits every time.
+    dq is summed by additions in an order of chance; dk and dv are the same bits every time.
     """
     grad_dtype = jnp.dtype(grad_dtype or q.dtype)
     if not q.size or not k.size:

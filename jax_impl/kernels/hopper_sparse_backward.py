@@ -66,19 +66,15 @@ def sparse_backward(
     def grid(lists: Lists) -> KeyGrid:
         return KeyGrid(batch, kv_heads, lists.tiles, group, side, lists.heads)
 
-    def cleared(tiles: int) -> jax.Ref:
-        return jax.new_ref(jnp.zeros((batch, tiles, *register_shape(dim)), jnp.float32))
-
-    dq, lse, delta = cleared(q_heads * pieces), -lse / (scale * LOG2E), -delta
-    key_tiles = shared.tiles * shared.rows // ROWS
-    sums = tuple(cleared(kv_heads * key_tiles) for _ in range(2 if group > 1 else 0))
+    dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
+    lse, delta = -lse / (scale * LOG2E), -delta
     part = grad_dtype if apart is None else jnp.dtype(jnp.float32)
-    grads = pairs_backward(
-        q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part, sums=sums)
+    grads = pairs_backward(q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part)
     if apart is not None:
         grads = roles_backward(
             q, k, v, dout, statistics(lse, delta), dq, apart, scale, tiles.roles, grid(apart), grad_dtype=grad_dtype,
-            before=grads, sums=sums)
-    if sums:
-        grads = [by_token(x[...], kv_heads, 1.0, grad_dtype) for x in sums]
+            before=grads)
+    if group > 1:  # one pass costs less than additions to memory at the end of every thread block
+        grads = [x.reshape(*x.shape[:2], kv_heads, group, dim).sum(axis=3, dtype=jnp.float32).astype(grad_dtype)
+                 for x in grads]
     return by_token(dq[...], q_heads, dq_scale, dq_dtype), *grads

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape, wait
+from jax_impl.kernels.hopper_add import PART, add, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_inline import fence, opaque_zero, rounded, widened
 from jax_impl.kernels.hopper_lists import Lists
@@ -36,21 +36,21 @@ class PairTiles:
 
 
 def pairs_backward(
-    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, grid: KeyGrid, *, grad_dtype, sums=()
+    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, grid: KeyGrid, *, grad_dtype
 ):
-    """dk and dv of the lists, whose rows are 128 keys; see `hopper_sparse_backward.sparse_backward`.
+    """Every query head's dk and dv of the lists, whose rows are 128 keys; see `hopper_sparse_backward.sparse_backward`.
 
     Args:
       lse, delta: float32 [batch, q_heads, whole pieces], both negative, lse in units of the logits.
       dq: a reference to float32 [batch, q_heads * pieces, *register_shape(head_dim)], to which dq is added.
       grid: of the thread blocks.
-      sums: references to float32 [batch, kv_heads * 2 tiles, *register_shape(head_dim)], to which dk and dv are added
-        instead of being returned; wanted where a kv head has several query heads.
+
+    Returns: dk, dv [batch, tiles * 128, q_heads, head_dim].
     """
     batch, _, q_heads, dim = q.shape
     dtype, slots, bar = q.dtype, tiles.slots, plgpu.Barrier
-    kernel = _Pairs(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, bool(sums))
-    grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, grid.kv_heads, dim), grad_dtype)
+    kernel = _Pairs(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype)
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, q_heads, dim), grad_dtype)
     scratch = {
         "k_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
         "v_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
@@ -67,7 +67,7 @@ def pairs_backward(
         scratch["ds_ready"] = bar(num_arrivals=CONSUMERS)
     return plgpu.kernel(
         kernel.body,
-        out_type=[] if sums else [grad, grad],
+        out_type=[grad, grad],
         scratch_types=scratch,
         grid=grid.shape,
         grid_names=grid.names,
@@ -75,7 +75,7 @@ def pairs_backward(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_pairs",
-    )(q, k, v, dout, lse, delta, dq, *lists.operands(), *sums)
+    )(q, k, v, dout, lse, delta, dq, *lists.operands())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,6 @@ class _Pairs:
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
-    summed: bool
 
     @property
     def halves(self) -> bool:
@@ -194,13 +193,7 @@ class _Consumer:
         plgpu.barrier_wait(s.kv_ready)
         accumulator = plgpu.ACC((ROWS, kernel.dim), jnp.float32)
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
-        if kernel.summed:
-            tile = (self.kv_head * kernel.grid.tiles + self.walk.tile) * CONSUMERS + self.warpgroup
-            for grad, gmem in ((dk * kernel.scale, s.dk_g), (dv, s.dv_g)):
-                add_by_parts(grad, s.dq_s.at[self.warpgroup], gmem.at[self.batch, tile])
-            wait()
-            return
-        here = self.batch, self._keys, self.kv_head
+        here = self.batch, self._keys, self.q_head
         if kernel.halves:  # the other warpgroup's last dq reads these keys too
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)

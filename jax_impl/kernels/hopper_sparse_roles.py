@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, add, add_by_parts, register_shape, wait
+from jax_impl.kernels.hopper_add import PART, add, register_shape, wait
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
 from jax_impl.kernels.hopper_masks import ROW, TILE
@@ -42,17 +42,17 @@ class RoleTiles:
 
 def roles_backward(
     q, k, v, dout, statistics, dq, lists: Lists, scale: float, tiles: RoleTiles, grid: KeyGrid, *, grad_dtype,
-    before=(), sums=()
+    before
 ):
-    """dk and dv of the lists, whose rows are 64 keys, added to `before` or `sums`; otherwise as `pairs_backward`."""
+    """dk and dv of the lists, whose rows are 64 keys, added to those of `before`; otherwise as `pairs_backward`."""
     batch, _, q_heads, dim = q.shape
     dtype = q.dtype
-    kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, bool(sums))
-    grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, grid.kv_heads, dim), grad_dtype)
+    kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype)
+    grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, q_heads, dim), grad_dtype)
     stages, handed, bar = tiles.stages, tiles.handed, plgpu.Barrier
     return plgpu.kernel(
         kernel.body,
-        out_type=[] if sums else [grad, grad],
+        out_type=[grad, grad],
         scratch_types={
             "k_s": shared_tile((ROWS, dim), dtype),
             "v_s": shared_tile((ROWS, dim), dtype),
@@ -80,7 +80,7 @@ def roles_backward(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_roles",
-    )(q, k, v, dout, statistics, dq, *before, *lists.operands(), *sums)
+    )(q, k, v, dout, statistics, dq, *before, *lists.operands())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +127,10 @@ class _Backward:
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
-    summed: bool
 
     def body(self, q_g, k_g, v_g, do_g, statistics_g, dq_g, *refs, **scratch):
         """One thread block: a tile of keys of a kv head, in one of its query heads."""
-        *refs, dk_g, dv_g = refs
-        before, lists = ((None, None), refs) if self.summed else (refs[:2], refs[2:])
+        before, lists, (dk_g, dv_g) = refs[:2], refs[2:-2], refs[-2:]
         s, refs = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
         block, warpgroup = _Block(self, s, *self.grid.here(refs), *before), lax.axis_index("warpgroup")
         for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
@@ -154,8 +152,8 @@ class _Block:
     kv_head: jax.Array
     q_head: jax.Array
     walk: Walk
-    dk_before: jax.Ref | None
-    dv_before: jax.Ref | None
+    dk_before: jax.Ref
+    dv_before: jax.Ref
 
     @property
     def _steps(self):
@@ -200,19 +198,14 @@ class _Block:
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, self.kernel.dim), jnp.float32))
 
-    def _write(self, grad, before, staging, gmem, role: int):
-        """A gradient to device memory, once no warpgroup reads shared keys or values, or has dq staged, any more."""
-        here, kernel = (self.batch, self._keys, self.kv_head), self.kernel
-        if before is not None:
-            grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
+    def _write(self, grad, before, staging, gmem):
+        """A gradient to device memory, once no warpgroup reads shared keys or values any more."""
+        here, dtype = (self.batch, self._keys, self.q_head), self.kernel.grad_dtype
+        grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
         plgpu.barrier_arrive(self.s.ended)
         plgpu.barrier_wait(self.s.ended)
-        if kernel.summed:
-            tile = self.kv_head * kernel.grid.tiles + self.walk.tile
-            add_by_parts(grad, self.s.dq_s.at[role], gmem.at[self.batch, tile])
-            wait()
-        elif kernel.grad_dtype.itemsize == 2:
-            staging[...] = grad.astype(kernel.grad_dtype)
+        if dtype.itemsize == 2:
+            staging[...] = grad.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging, gmem.at[here])
         else:
@@ -256,7 +249,7 @@ class _Block:
         dv = self._accumulated(step)
         pl.when(self._steps > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(self._steps - 1)]))
         drain(self._steps, kernel.tiles.handed, s.p_free)
-        self._write(dv, self.dv_before, s.v_s, s.dv_g, 0)
+        self._write(dv, self.dv_before, s.v_s, s.dv_g)
 
     def gradients(self):
         """The second warpgroup: gradients of the logits, and dk."""
@@ -285,7 +278,7 @@ class _Block:
 
         dk = self._accumulated(step)
         drain(self._steps, kernel.tiles.handed, s.ds_free)
-        self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g, 1)
+        self._write(dk * kernel.scale, self.dk_before, s.k_s, s.dk_g)
 
     def query_gradients(self):
         """The third warpgroup: dq, added to device memory."""
