@@ -6,7 +6,7 @@
 A row is a scheme under a mask on a world: per step the seconds of the local work (equal local problems are run once,
 ranks are sampled with --ranks_per_step), the balance of the schedule, T1 on one device, and the efficiency
 E = T1 / (world * slowest). `compute` ends each step in a barrier, as a ring does, and counts the merges; `predicted`
-adds the links that the flags describe. T1 is timed before all else and again whenever a case comes to its turn a while
+adds the links that the flags describe. T1 is timed before all else and again behind a case whose turn comes a while
 later, since a device's clocks drift; a row takes the better of its last two timings. A small replay of each scheme,
 mask and sharding is held to the float64 oracle first (--check), and of what is timed, some rows and keys.
 """
@@ -312,15 +312,15 @@ class Replay:
     def _times(self, worker: Worker, number: int, case: cp.Case) -> Any:
         with self._turns.alone(self._order[case.key]), open(LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of replays at the same time one is at the device
+            found = worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
+                               protocol=dataclasses.asdict(self.settings.protocol), checked=case.world > 1)
+            if isinstance(found, Failure):
+                return found
             one = self._ones.get(self._one(case).key)
-            if one is not None and time.monotonic() - one.when > FRESH_SECONDS:
+            if found.pop("news") and one is not None and time.monotonic() - one.when > FRESH_SECONDS:
                 again = one.worker.ask(f"{TASKS}:again", self.settings.deadline, number=one.number)
                 if not isinstance(again, Failure):
                     one.timings, one.when = [*one.timings, again], time.monotonic()
-            found = worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
-                               protocol=dataclasses.asdict(self.settings.protocol), checked=case.world > 1)
-        if isinstance(found, Failure):
-            return found
         if case.world == 1:
             one = self._ones[case.key] = One(worker, number, found["runs"], time.monotonic())
         return found | ({"one_device_run": one.best} if one is not None else {})

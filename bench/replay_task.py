@@ -263,16 +263,16 @@ def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any
     Nothing of it runs on the device any more when it returns; checked: `spots` will be asked for.
 
     Returns: its runs, [{step, rank, cells, forward, backward}], where a step of a walk but the first adds to what the
-    steps before made, and the last makes out in its dtype; and by pass what a rank of a walk does `once`: the row sums
-    of out * dout, and dq from the sum that its kernel keeps.
+    steps before made, and the last makes out in its dtype; by pass what a rank of a walk does `once`: the row sums of
+    out * dout, and dq from the sum that its kernel keeps; and whether any of it was run for this case: `news`.
     """
     group, limits = _ready[0], Protocol(**protocol)
     programs, works, seconds = group.programs, [w for w in group.works if w.case == number], group.seconds
     if not programs.inputs:
         programs.draw()
-    for w in works:
-        if (w.name, w.place) not in seconds:
-            seconds[w.name, w.place] = programs.seconds(group.operands[w.name], w.place, limits)
+    new = [some for some in dict.fromkeys((w.name, w.place) for w in works) if some not in seconds]
+    for name, place in new:
+        seconds[name, place] = programs.seconds(group.operands[name], place, limits)
     if not group.once:
         group.once = programs.seconds_once(group.operands[group.works[0].name], limits)
     for name in () if group.spots or not checked else list(dict.fromkeys(w.name for w in works))[:SPOTS]:
@@ -284,7 +284,7 @@ def times(number: int, protocol: dict[str, Any], checked: bool) -> dict[str, Any
         forward, backward = seconds[w.name, w.place]
         cells = int(group.cells[number][w.step, w.rank])
         runs.append({"step": w.step, "rank": w.rank, "cells": cells, "forward": forward, "backward": backward})
-    return {"runs": runs, "once": group.once}
+    return {"runs": runs, "once": group.once, "news": bool(new)}
 
 
 def again(number: int) -> dict[str, float]:

@@ -93,7 +93,7 @@ def test_equal_local_problems_are_run_once():
 
 
 def test_rows_tell_efficiency_and_a_refused_grid(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "FRESH_SECONDS", 0.0)  # T1 is timed again before each case
+    monkeypatch.setattr(replay, "FRESH_SECONDS", 0.0)  # T1 is timed again behind each case
     spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
     cases = [Case("jax", "ring", spec, 2, "zigzag"), Case("jax", "usp", spec, 2, "zigzag", ulysses=3)]
     settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), False, 2)
