@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels.hopper_add import PART, ROWS, add, add_at_once, add_by_parts, by_token, register_shape
+from jax_impl.kernels.hopper_add import PART, ROWS, add, add_at_once, add_by_parts, by_token, register_shape, wait
 from jax_impl.kernels.hopper_forward import (
     COMPILER,
     LOG2E,
@@ -29,7 +29,7 @@ from jax_impl.kernels.hopper_forward import (
     split_number,
     value_tiles,
 )
-from jax_impl.kernels.hopper_inline import fence, opaque_zero
+from jax_impl.kernels.hopper_inline import fence, opaque_zero, store
 from jax_impl.kernels.hopper_key_walk import KeyWalk
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
@@ -319,7 +319,7 @@ class _Consumer:
         plgpu.barrier_wait(s.ds_ready)
 
         def last(dq_ref):
-            self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)))
+            self._issue_dq(dq_ref, lax.rem(steps + 1, jnp.int32(2)), steps)
             self._add_dq(dq_ref[...], before)
 
         pl.run_scoped(last, plgpu.ACC((ROWS, PART), jnp.float32))
@@ -336,12 +336,12 @@ class _Consumer:
 
         def products(*dq_ref):
             if kernel.with_dq:
-                self._issue_dq(*dq_ref, 1 - half)
+                self._issue_dq(*dq_ref, 1 - half, step)
             plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
-                if not kernel.by_warps:  # the addition before has read its tile
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                s.ds_s[half, self._rows] = ds
+                if not kernel.by_warps:  # the addition before has read its tile, as all know behind `commit_smem`
+                    wait()
+                store(ds, s.ds_s.at[half, self._rows])
                 fence() if kernel.by_warps else plgpu.commit_smem()
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(s.do_free.at[slot])
@@ -357,14 +357,17 @@ class _Consumer:
         pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32))
         return here
 
+    def _number(self, step):
+        """The warpgroup's number, as something that depends on the step as far as the compiler can tell: held over all
+        steps, the descriptors of all operands that begin there would take more registers than there are."""
+        return self.warpgroup + opaque_zero(step)
+
     def _gradient(self, dv_ref, masked: bool, step, slot, head):
         """Gradients of the logits, [keys, queries], in the operands' dtype; issues dv's product on the way."""
         s, kernel, policy = self.s, self.kernel, self.kernel.policy
         vectors = s.statistics_s.at[slot].transpose((1, 0))
         tile = plgpu.ACC((ROWS, kernel.tiles.columns), jnp.float32)
-        # As far as the compiler can tell it depends on the step: held over all steps, the descriptors of all these
-        # operands would take more registers than there are.
-        mine = pl.ds((self.warpgroup + opaque_zero(step)) * ROWS, ROWS)
+        mine = pl.ds(self._number(step) * ROWS, ROWS)
         # A barrier's wait is a loop: accumulators that begin behind it begin as zeros of their first product.
         plgpu.barrier_wait(s.q_ready.at[slot])
 
@@ -411,9 +414,9 @@ class _Consumer:
 
         return pl.run_scoped(logits_of, tile)
 
-    def _issue_dq(self, dq_ref, half):
+    def _issue_dq(self, dq_ref, half, step):
         """Issues this warpgroup's half of a tile's dq."""
-        ds_s, share = self.s.ds_s.at[half], pl.ds(self.warpgroup * PART, PART)
+        ds_s, share = self.s.ds_s.at[half], pl.ds(self._number(step) * PART, PART)
         if self.kernel.by_rows:
             plgpu.wgmma(dq_ref, ds_s.at[:, share].transpose((1, 0)), self.s.k_s)
         else:

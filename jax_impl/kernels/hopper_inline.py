@@ -1,5 +1,5 @@
-"""What the Hopper kernels say below Pallas: a fence and a wait that are no barrier, and roundings in pairs; and one
-thing that they keep from the compiler."""
+"""What the Hopper kernels say below Pallas: a fence and a wait that are no barrier, roundings in pairs, a store as the
+registers are; and one thing that they keep from the compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_impl.kernels.hopper_masks import TILE
 
@@ -42,8 +42,9 @@ def warp_sync() -> None:
     synced()
 
 
-def _asm(text: str) -> None:
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
+def _asm(text: str, *operands: ir.Value) -> None:
+    constraints = ",".join([*"r" * len(operands), "~{memory}"])
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
@@ -89,6 +90,39 @@ def widened(x: jax.Array) -> jax.Array:
         return _each_register(x, pair)
 
     return from_pairs(x)
+
+
+def store(x: jax.Array, ref) -> None:
+    """Stores a 16-bit tile [64, n] in wgmma's layout, n a multiple of 64, to a tile as `shared_tile` makes it.
+
+    The four registers that hold 16 columns are stored as they lie. Pallas stores those of 32 columns of eight rows
+    together, which it has to gather first.
+    """
+    columns = x.shape[1]
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), TILE))
+    def stored(ctx, ref, x):
+        del ctx
+        word = ir.IntegerType.get_signless(32)
+
+        def number(n: int):
+            return arith.constant(word, ir.IntegerAttr.get(word, n))
+
+        thread = nvvm.read_ptx_sreg_tid_x()
+        row, eight = arith.andi(thread, number(7)), arith.andi(arith.shrui(thread, number(3)), number(1))
+        warp, right = (arith.shrui(thread, number(5)), arith.andi(arith.shrui(thread, number(4)), number(1)))
+        block = arith.addi(arith.muli(arith.andi(warp, number(3)), number(2)), eight)  # of eight rows
+        within = arith.addi(arith.muli(row, number(128)), arith.muli(arith.xori(right, row), number(16)))
+        start = arith.addi(arith.muli(block, number(columns // 64 * 1024)), within)
+        base = llvm.ptrtoint(word, mosaic_utils.memref_ptr(ref))
+        registers = [mosaic_utils.bitcast(register, word) for register in x.registers.flat]
+        for n in range(columns // 16):
+            place = arith.xori(start, number(n % 4 * 32))
+            at = arith.addi(arith.addi(base, number(n // 4 * 1024)), place)
+            _asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", at, *registers[4 * n : 4 * n + 4])
+
+    stored(ref, x)
 
 
 def _each_register(x, change):

@@ -92,20 +92,24 @@ def _run_state(self, eqn, token, values):
     return token, results
 
 
-def _store_accumulator(self, eqn, token, values):
-    key, value = values
+def _store(self, eqn, token, key, transforms, value):
     token, _ = callbacks.call_swap(
         token=token,
         result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
         mesh_location=self.mesh_location,
         thread=self.thread,
         allocation_key_as_array=key,
-        transforms=(),
+        transforms=transforms,
         val=value,
         mask=None,
         source_info=eqn.source_info,
     )
-    return token, [value]
+    return token
+
+
+def _store_accumulator(self, eqn, token, values):
+    key, value = values
+    return _store(self, eqn, token, key, (), value), [value]
 
 
 def _wgmma(self, eqn, token, get_values):
@@ -123,9 +127,18 @@ def _inline(self, eqn, token, values):
     name = eqn.params["mgpu_fn"].__name__
     if name == "fenced":
         return self._interpret_commit_smem_p(eqn.replace(primitive=gpu_primitives.commit_smem_p), token, None)
+    if name == "stored":
+        return _store_tile(self, eqn, token, values)
     if name not in _PURE:
         return _interpret_inline(self, eqn, token, lambda: values)
     return token, [_PURE[name](values[0]).astype(eqn.outvars[0].aval.dtype)]
+
+
+def _store_tile(self, eqn, token, values):
+    key, value, *leaves = values
+    transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+    key, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, key, transforms)
+    return _store(self, eqn, token, key, transforms, value), []
 
 
 def register_order(x):
@@ -197,7 +210,7 @@ class _AddTask(callbacks.AsyncCopySmemToGmemTask):
 
 
 @callbacks.fail_on_exception
-def _store(*, reduction_op, src_transforms, dst_transforms, **options):
+def _add(*, reduction_op, src_transforms, dst_transforms, **options):
     """`copy_smem_to_gmem` with the reduction that adds."""
     if reduction_op is None:
         return _copy_smem_to_gmem(
@@ -249,7 +262,7 @@ def install() -> None:
     jcallback.io_callback_impl, shared_memory._to_int = _on_the_host, _integer
     callbacks.GPURaceDetectionState.check_read = _check_read
     callbacks.GPURaceDetectionState.check_write = _check_write
-    callbacks.copy_smem_to_gmem = _store
+    callbacks.copy_smem_to_gmem = _add
     _Interpreter.interpret = _interpret_with_rules
     _Interpreter._interpret_wgmma_ref_p = _wgmma
 
