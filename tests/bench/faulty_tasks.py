@@ -13,6 +13,11 @@ def echo(value):
     return {"value": value, "process": os.getpid()}
 
 
+def right():
+    """Finds nothing wrong."""
+    return {"wrong": []}
+
+
 def killed():
     """Ends as if the kernel had shot it."""
     os.kill(os.getpid(), signal.SIGKILL)

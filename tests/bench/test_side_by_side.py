@@ -128,29 +128,6 @@ def test_who_is_alone_lets_go_when_it_fails():
             raise RuntimeError("a timing that failed")
 
 
-@pytest.fixture
-def answers(monkeypatch):
-    """Workers that answer without a process, after a moment; what was asked, when, and what the answers are."""
-    spans, special = collections.defaultdict(list), {}
-    plain = {
-        "environment": {"backend": "cuda"}, "refuse": None, "disturbs": False, "build": None, "reference": {},
-        "describe": {"flops": 1e12, "bytes": 1}, "check": {"wrong": []},
-        "clock": {"seconds": {"median": 1.0, "min": 1.0, "spread": 0.0}},
-        "ceiling": {"peak_flops": 1e15, "bandwidth": 1.0}, "ready": None,
-    }
-
-    def ask(worker, task, deadline, **arguments):
-        name, began = task.partition(":")[2], time.monotonic()
-        time.sleep({"build": 0.02, "check": 0.02, "clock": 0.004, "reference": 0.01}.get(name, 0.0))
-        spans[name].append((began, time.monotonic()))
-        found = special[name](arguments) if name in special else plain[name]
-        return dict(found) if isinstance(found, dict) else found
-
-    monkeypatch.setattr(engine.Worker, "ask", ask)
-    monkeypatch.setattr(engine.Worker, "kill", lambda worker: spans["kill"].append(worker))
-    return spans, special
-
-
 def test_what_is_timed_is_alone_while_builds_go_on(answers, tmp_path):
     spans, _ = answers
     run = [case(kernel, mask, which=which) for kernel in ("naive", "sdpa") for mask in MASKS
@@ -312,3 +289,15 @@ def test_a_row_too_slow_by_its_shorter_rows_is_skipped_with_the_reason():
     patient = Shorter(None)
     patient.add(rows[64] | {"seconds": {"median": 100.0}})
     assert patient.skip(rows[512]) is None
+
+
+@pytest.mark.parametrize("peaks, status", [
+    ([1.0, 1e30], "ok"), ([1.0, 2.0, 1e30], "ok"), ([1.0, 2.0, 1.0, 2.0], "error")])
+def test_a_ceiling_measured_in_a_bad_moment_is_measured_again_before_it_rejects(answers, tmp_path, peaks, status):
+    """Nor is a rate believed because of that: what the patient measurements do not bear out stays rejected."""
+    spans, special = answers
+    left = iter(peaks)
+    special["ceiling"] = lambda _: {"peak_flops": next(left), "bandwidth": 1.0}
+    row = engine.run([case()], engine.Options(tmp_path / "r"))[-1]
+    assert row["status"] == status and len(spans["clock"]) == len(peaks) - 1
+    assert next(left, None) is None
