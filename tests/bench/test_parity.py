@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import shlex
 import subprocess
@@ -50,7 +49,24 @@ def test_naive_agrees_in_both_stacks_and_a_stopped_run_goes_on(tmp_path):
     assert again[:3] == rows[:3] and [row["key"] for row in again] == [row["key"] for row in rows]
 
 
-def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def flagged(monkeypatch):
+    """(*flags) -> what the command reads of them."""
+    values = flags.FlagValues()
+    with monkeypatch.context() as patched:
+        for name in ("DEFINE_list", "DEFINE_integer", "DEFINE_string", "DEFINE_bool", "DEFINE_float",
+                     "register_validator"):
+            patched.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=values))
+        parity_main.define()
+
+    def read(*given):
+        values(["parity", *given])
+        return values
+
+    return read
+
+
+def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monkeypatch, capsys, flagged):
     monkeypatch.setattr(parity_kernels, "cross_budget", lambda budget: dict.fromkeys(budget, 1e-12))
     cell = parity_kernels.cells(["sdpa"], ["causal"], ["tiny"], ["forward"], 3)[0]
     with engine.Workers() as workers, Worker("judge") as judge, records.Writer(tmp_path / "p.jsonl") as writer:
@@ -59,7 +75,9 @@ def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monke
     row = records.read(tmp_path / "p.jsonl")[0]
     assert row["status"] == "mismatch" and "jax to torch out" in row["reason"]
     assert f"again: {row['repeat']}" in capsys.readouterr().out
-    repeats(row, tmp_path)
+    command = shlex.split(row["repeat"])
+    assert command[:3] == ["python", "-m", "bench.parity"]
+    assert parity_main.cells_of(flagged(*command[3:]), gpus=0) == ([cell], [])
 
 
 def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_off_is_left(tmp_path, monkeypatch):
@@ -106,17 +124,11 @@ def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_of
 @pytest.mark.parametrize("flag, value", [
     ("kernels", "fa9"), ("schemes", "star"), ("masks", "none"), ("shapes", "huge"), ("passes", "both"),
     ("worlds", "two"), ("worlds", "0"), ("sharding", "random")])
-def test_bad_values_are_named_before_anything_starts(flag, value, monkeypatch):
+def test_bad_values_are_named_before_anything_starts(flag, value, monkeypatch, flagged):
     monkeypatch.setattr(engine, "Workers", None)
-    values = flags.FlagValues()
-    module = importlib.import_module("bench.parity")
-    monkeypatch.setattr(flags, "FLAGS", values)
-    for name in ("DEFINE_list", "DEFINE_integer", "DEFINE_string", "DEFINE_bool", "DEFINE_float", "register_validator"):
-        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=values))
-    module.define()
-    values(["parity", f"--{flag}={value}"])
+    monkeypatch.setattr(flags, "FLAGS", flagged(f"--{flag}={value}"))
     with pytest.raises(ValueError, match=f"^--{flag}: "):
-        module.main()
+        parity_main.main()
 
 
 def test_cells_of_one_program_stay_together_and_what_is_timed_comes_first():
@@ -188,15 +200,6 @@ def test_a_record_tells_how_much_of_the_matrix_it_holds(capsys):
     assert parity_main.tell(rows[:1], Console(width=200)) == 0
 
 
-def repeats(row, tmp_path):
-    """The row's command runs just that cell."""
-    command = shlex.split(row["repeat"].replace("out/again.jsonl", str(tmp_path / "again.jsonl")))
-    done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
-    repeated = records.read(tmp_path / "again.jsonl")
-    assert done.returncode == 0 and [r["key"] for r in repeated] == [row["key"]], done.stdout + done.stderr
-    assert json.dumps(repeated[0]["case"]) == json.dumps(row["case"])
-
-
 def test_cells_of_schemes_are_timed_once_no_job_checks_and_an_interrupt_loses_none(tmp_path, monkeypatch):
     """Groups are of one program; what a worker that was lost held is written as it is."""
     told = []
@@ -262,4 +265,8 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
     assert good["status"] == "ok" and set(good["errors"]["torch"]) == set(RESULTS), good["reason"]
     assert bad["status"] == "mismatch" and "torch dk" in bad["reason"] and "torch dv" not in bad["reason"]
     assert good["errors"]["jax"] == bad["errors"]["jax"]
-    repeats(good, tmp_path)
+    command = shlex.split(good["repeat"].replace("out/again.jsonl", str(tmp_path / "again.jsonl")))
+    done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
+    repeated = records.read(tmp_path / "again.jsonl")
+    assert done.returncode == 0 and [r["key"] for r in repeated] == [good["key"]], done.stdout + done.stderr
+    assert json.dumps(repeated[0]["case"]) == json.dumps(good["case"])
