@@ -69,21 +69,22 @@ def _is_tokens(text: str) -> bool:
 
 
 def define_out(default: str, text: str = "Record file: one JSON line a row.") -> flags.FlagHolder[str]:
-    """The flag --out: a file that can be written, as far as can be seen without making it or its folder."""
+    """The flag --out: a file that is `writable`."""
     held = flags.DEFINE_string("out", default, text)
-    flags.register_validator("out", _writable, message="--out must be a file that can be written")
+    flags.register_validator("out", writable, message="--out must be a file that can be written")
     return held
 
 
 def define_folder(default: str, text: str) -> flags.FlagHolder[str]:
     """The flag --folder: a folder that is there or can be made."""
     held = flags.DEFINE_string("folder", default, text)
-    flags.register_validator("folder", lambda name: _writable(Path(name) / "file"),
+    flags.register_validator("folder", lambda name: writable(Path(name) / "file"),
                              message="--folder must be a folder that can be written")
     return held
 
 
-def _writable(name: str | Path) -> bool:
+def writable(name: str | Path) -> bool:
+    """Whether it is a file that can be written, or made with its folder, as far as can be seen without making it."""
     path = Path(name).absolute()
     try:
         nearest = next(x for x in (path, *path.parents) if x.exists())

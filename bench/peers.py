@@ -56,6 +56,8 @@ def define() -> None:
     options.define_float("seconds", 0.1, "Timed seconds of a contender in a round.", lower_bound=0)
     options.define_float("warm_up", 0.1, "Untimed seconds before them.", lower_bound=0)
     flags.DEFINE_string("turns", "", "File that processes lock in turn to have the machine alone.")
+    flags.register_validator("turns", lambda name: not name or options.writable(name),
+                             message="--turns must be a file that can be written")
     options.define_out("out/peers.jsonl")
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
@@ -131,6 +133,7 @@ class Race:
         if not self._turns:
             yield
             return
+        Path(self._turns).parent.mkdir(parents=True, exist_ok=True)
         with open(self._turns, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             yield

@@ -38,7 +38,7 @@ def refused(binary, *flags):
     ("context_parallel", ["--host=3"], "--host: 3 of 1"),
     ("context_parallel", ["--hosts=2", "--coordinator=here"], "--coordinator: 'here'"),
     ("context_parallel", ["--hosts=2", "--worlds=3", "--coordinator=h:1"], "--hosts: 2 does not divide the world 3"),
-    ("peers", ["--against=naive"], "--against: 'naive'"),
+    ("peers", ["--against=naive"], "--against: 'naive'"), ("peers", ["--turns=/proc/t"], "--turns must be a file"),
     ("tune_flashmask", ["--tiles=64"], "--tiles: '64'"), ("tune_flashmask", ["--parts=dq"], "--parts: 'dq'"),
     ("mask_building", ["--seqlen=8Q"], "--seqlen must be a positive number of tokens"),
 ])
