@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from torch_impl import kernels
+from torch_impl.autocast import without_autocast
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem, check_operands
 
@@ -21,7 +22,7 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
       options: those of the kernel's `prepare`.
 
     Returns: out as q, and lse float32 [batch, q_heads, q_len], natural log. An empty row gives out 0
-    and lse -inf. Gradients flow through out; lse is a constant to differentiation.
+    and lse -inf. Gradients flow through out; lse is a constant to differentiation. `torch.autocast` changes nothing.
 
     Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree, TypeError on
       operands that are no tensors of this stack and on options that the kernel does not have.
@@ -53,6 +54,7 @@ def attend(kernel: str, scale: float, q, k, v, operands: Any):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, kernel, scale, q, k, v, operands):
         out, lse = kernels.get(kernel).forward(q, k, v, operands, scale)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -62,6 +64,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @without_autocast
     def backward(ctx, dout, _):
         kernel, scale, operands = ctx.call
         q, k, v, out, lse = ctx.saved_tensors

@@ -44,6 +44,32 @@ def test_lse_is_a_constant_to_differentiation():
     assert not lse.requires_grad
 
 
+@pytest.mark.parametrize("kernel", ["naive", "flex"])
+def test_autocast_changes_nothing(kernel):
+    """It once rounded lse, and flex's out, to bfloat16."""
+    found = []
+    for enabled in (False, True):
+        q, k, v, dout = operands(MASKS[0])
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, lse = attention(q.requires_grad_(), k, v, MASKS[0], kernel=kernel)
+            if kernel != "flex":  # no backward on a CPU
+                out.backward(dout)
+        found.append((out, lse, q.grad))
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or a.dtype == b.dtype == torch.float32 and a.equal(b)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+def test_lse_without_a_key_is_float32_whatever_the_default(kernel):
+    torch.set_default_dtype(torch.float64)
+    try:
+        q, k, v, _ = operands(masks.full(11, 0))
+        out, lse = attention(q, k, v, masks.full(11, 0), kernel=kernel)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert out.dtype == lse.dtype == torch.float32 and lse.shape == (2, 6, 11) and lse.isneginf().all()
+
+
 def test_gradients_are_not_differentiated_again():
     q, k, v, dout = operands(MASKS[0])
     q.requires_grad_()

@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from torch_impl.autocast import without_autocast
 from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
@@ -96,6 +97,7 @@ def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tenso
 
 class _Attend(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, plan, q, k, v):
         (out, lse), saved = forward(plan, q, k, v)
         ctx.plan = plan
@@ -106,6 +108,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @without_autocast
     def backward(ctx, dout, _):
         return None, *backward(ctx.plan, ctx.saved_tensors, dout)
 

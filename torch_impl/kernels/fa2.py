@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.naive import unseen
 from workload.capability import HALF, REGULAR, Capability
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
@@ -108,8 +109,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
     batch = q.shape[0]
     if not q.shape[1] or not k.shape[1]:
-        lse = torch.full((batch, q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-        return torch.zeros_like(q), lse
+        return unseen(q)
     shape = q.shape
     q, k, v = (fold(x, operands) for x in (q, k, v))
     run = _torch_forward if _package() is None else _package_forward

@@ -16,6 +16,7 @@ from torch_impl.kernels.fa2 import (
     unfold_lse,
 )
 from torch_impl.kernels.fakes import compile_on_fakes
+from torch_impl.kernels.naive import unseen
 from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import HALF, REGULAR, Capability
 from workload.errors import Unsupported
@@ -64,7 +65,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
     shape, batch = q.shape, q.shape[0]
     if not q.shape[1] or not k.shape[1]:
-        return torch.zeros_like(q), torch.full((batch, q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+        return unseen(q)
     q, k, v = (fold(x, operands).contiguous() for x in (q, k, v))
     if installed(CUTE) is None:
         options = _cute_options(operands, scale)

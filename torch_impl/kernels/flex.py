@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.naive import unseen
 from torch_impl.kernels.triton_support import LOG2E
 from torch_impl.kernels.walks import ragged_runs
 from workload.capability import ALL_STATIC, Capability
@@ -256,7 +257,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
     if out_dtype not in (None, q.dtype):
         raise Unsupported(f"torch kernel {operands.kernel}", f"out_dtype {out_dtype}: results are {q.dtype}")
     if not q.shape[1] or not k.shape[1]:
-        return torch.zeros_like(q), torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+        return unseen(q)
     tensors = [_heads_first(x) for x in (q, k, v)]
     if q.is_cuda:
         out, lse = _run(_traced_forward, scale, operands, *tensors)

@@ -56,6 +56,13 @@ def dense_mask(operands: IntervalOperands | BlockOperands, kv_len: int) -> torch
     return visible(operands.starts, operands.ends, i, j)[None]
 
 
+def unseen(q: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries give that see no key: out 0 of `dtype` (q's by default), lse -inf float32 [batch, heads, rows]."""
+    batch, rows, heads, _ = q.shape
+    lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+    return torch.zeros_like(q, dtype=dtype), lse
+
+
 def _split(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[B, S, H, D] to float32 [B, kv_heads, group, S, D]."""
     b, s, h, d = q.shape

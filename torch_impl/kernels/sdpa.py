@@ -69,8 +69,7 @@ def _arguments(q, k, v, operands, dtype):
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; a float32 out of half inputs is computed on inputs widened to float32."""
     if not q.shape[1] or not k.shape[1]:
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-        return torch.zeros_like(q, dtype=out_dtype or q.dtype), lse
+        return naive.unseen(q, out_dtype)
     dtype = _working(q, out_dtype)
     qt, kt, vt, bias, some = _arguments(q, k, v, operands, dtype)
     if q.is_cuda:

@@ -326,6 +326,24 @@ def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
     assert ranks.run(work) == [{}, {}]
 
 
+def test_autocast_changes_nothing():
+    case = Case("usp", "causal_document", 4, grid=(("ulysses", 2),))
+    ranks, (*x, dout) = ThreadRanks(4, timeout_s=30), cases.arrays(case)
+
+    def work(rank):
+        mesh, found = context_parallel.make_mesh(case.topology, ranks, rank), []
+        plan = context_parallel.make_plan(case.problem, scheme="usp", mesh=mesh, with_lse=True)
+        for enabled in (False, True):
+            q, k, v = (context_parallel.shard(a, plan).requires_grad_() for a in x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out, lse = context_parallel.attend(q, k, v, plan)
+                out.backward(context_parallel.shard(dout, plan))
+            found.append((out, lse, q.grad, k.grad, v.grad))
+        return all(a.dtype == b.dtype and a.equal(b) for a, b in zip(*found, strict=True))
+
+    assert all(ranks.run(work))
+
+
 def test_sharding_of_the_attention_call_and_of_a_plan_agree():
     """The one-call form is the plan's."""
     case = Case("usp", "prefix_lm_document", 4, grid=(("ulysses", 2),))
