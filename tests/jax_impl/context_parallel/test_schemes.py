@@ -32,13 +32,13 @@ def assert_right(found):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))  # processes, each of which starts JAX
 def test_sampled_matrix(part):
     """Every scheme x mask, on one grid each, equals the oracle in both passes and moves the schedule's bytes.
 
     D1, D2: each gradient on its own, masks that are not causal among them; K6: kinds and bytes as the program has them.
     """
-    names = tuple(suite.ALL_BUILDERS)[part::4]
+    names = tuple(suite.ALL_BUILDERS)[part::2]
     found = records("sample", *names)
     assert len(found) == 5 * len(names)
     assert_right(found)
