@@ -6,9 +6,10 @@
 A row is a scheme under a mask on a world: per step the seconds of the local work (equal local problems are run once,
 ranks are sampled with --ranks_per_step), the balance of the schedule, T1 on one device, and the efficiency
 E = T1 / (world * slowest). `compute` ends each step in a barrier, as a ring does, and counts the merges; `predicted`
-adds the links that the flags describe. T1 is timed before all else and again behind a case whose turn comes a while
-later, since a device's clocks drift; a row takes the better of its last two timings. A small replay of each scheme,
-mask and sharding is held to the float64 oracle first (--check), and of what is timed, some rows and keys.
+adds the links that the flags describe. T1 is timed before all else and, where it fits beside the others' memory, again
+behind a case whose turn comes a while later, since clocks drift: a row takes the better of its last two timings. A
+small replay of each scheme, mask and sharding is held to the float64 oracle first (--check), and of what is timed, some
+rows and keys.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ LOCK = Path(tempfile.gettempdir()) / f"attention-replay-{os.getuid()}.lock"
 CHECK_TOKENS = 64  # tokens a rank of the small replay that is held to the oracle
 TILE = 128  # of the estimate
 FRESH_SECONDS = 15.0  # after which T1 is timed again
+HELD_BYTES = 8 << 30  # that a backward pass of T1 moves, at most, where it is: its worker keeps about twice as much
 CHECK_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
@@ -295,12 +297,13 @@ class Replay:
     def _group(self, worker: Worker, group: Sequence[Member]) -> Iterator[Member]:
         """Builds a group, times its cases one by one, checks some of what the first one ran; keeps what was found.
 
-        A worker ends with its group, so that its memory on the device is the next one's; but T1's is asked again.
+        A worker ends with its group, so that its memory on the device is the next one's; T1's, of a size to be kept, is
+        asked again.
         """
         with self._turns.together():
             found = worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
                                count=self.settings.ranks)
-        with contextlib.nullcontext() if group[0][0].world == 1 else worker:
+        with contextlib.nullcontext() if self._kept(group[0][0]) else worker:
             for n, member in enumerate(group):
                 if not isinstance(found, Failure):
                     found = _joined(found, self._times(worker, n, member[0]))
@@ -308,6 +311,11 @@ class Replay:
                     found = _joined(found, self._spots(worker, member[0]))
                 self._found[member[0].key] = found
                 yield member
+
+    @staticmethod
+    def _kept(case: cp.Case) -> bool:
+        """Whether a case is a T1 whose worker lives on."""
+        return case.world == 1 and case.spec.problem().bytes("backward") <= HELD_BYTES
 
     def _times(self, worker: Worker, number: int, case: cp.Case) -> Any:
         with self._turns.alone(self._order[case.key]), open(LOCK, "w") as lock:
@@ -321,7 +329,7 @@ class Replay:
                 again = one.worker.ask(f"{TASKS}:again", self.settings.deadline, number=one.number)
                 if not isinstance(again, Failure):
                     one.timings, one.when = [*one.timings, again], time.monotonic()
-        if case.world == 1:
+        if self._kept(case):
             one = self._ones[case.key] = One(worker, number, found["runs"], time.monotonic())
         return found | ({"one_device_run": one.best} if one is not None else {})
 

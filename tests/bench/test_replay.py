@@ -115,6 +115,15 @@ def test_rows_tell_efficiency_and_a_refused_grid(tmp_path, monkeypatch):
     assert rows["usp"]["status"] == "unsupported" and "ulysses" in rows["usp"]["reason"]
 
 
+def test_a_large_problem_of_one_device_gives_its_memory_back():
+    """Its worker would keep half of the device, and rings beside it run out of memory."""
+    def one(tokens):
+        spec = ProblemSpec("causal", tokens, q_heads=64, kv_heads=8, head_dim=128, dtype="bfloat16")
+        return replay.one_device(Case("jax", "ring", spec, 8, "zigzag"), 1e30)
+    assert [replay.Replay._kept(one(n)) for n in (1 << 16, 1 << 18)] == [True, False]
+    assert not replay.Replay._kept(dataclasses.replace(one(1 << 10), world=8))
+
+
 def test_rows_of_other_binaries_are_left_alone(tmp_path):
     """A file may hold several kinds of rows; only a replay's own T1 is not measured again."""
     settings = replay.Settings(tmp_path / "rows.jsonl", True, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links())
