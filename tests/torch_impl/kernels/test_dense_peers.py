@@ -157,7 +157,7 @@ def test_lse_comes_back_as_it_went():
         assert torch.equal(fa2.unfold_lse(packed, 2, operands), lse)
 
 
-@pytest.mark.parametrize("name", ("cudnn", "fa2", "fa3", "fa3_mask"))
+@pytest.mark.parametrize("name", ("cudnn", "cudnn_flex", "fa2", "fa3", "fa3_mask"))
 def test_a_scale_that_is_not_positive_is_refused(name):
     """They hide keys by -inf, and take a row's maximum, before they scale: -inf times -1 would show them all."""
     refuse = kernels.get(name).capability.refuse
