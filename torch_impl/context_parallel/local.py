@@ -82,7 +82,8 @@ class Local:
 def running(kernel: Kernel) -> Running:
     """How a kernel adds the keys of one step to those of earlier steps: its own way, or by merging its results."""
     def forward(part, q, k, v, operands, scale, *, out_dtype=torch.float32):
-        new = kernel.forward(q, k, v, operands, scale, out_dtype=out_dtype if part is None else torch.float32)
+        results = kernel.forward(q, k, v, operands, scale, out_dtype=out_dtype if part is None else torch.float32)
+        new = tuple(x.contiguous() for x in results)  # as the merge reads them, and as they travel
         if part is None:
             return new
         out, lse = merge(part, new, in_place=True)
