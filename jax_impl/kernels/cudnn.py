@@ -54,7 +54,7 @@ class CudnnCapability(Capability):
             return reason
         if problem.mask.name != "full" and problem.q_len != problem.kv_len:
             return f"does not take q_len {problem.q_len} with kv_len {problem.kv_len} (its causal is top-left)"
-        if min(problem.q_len, problem.kv_len) == 0:
+        if min(problem.q_len, problem.kv_len) == 0 or problem.q_len == problem.kv_len == 1:
             return f"does not take q_len {problem.q_len} with kv_len {problem.kv_len}"
         if _documents(problem.mask) is not None and "backward" in passes:
             return f"does not take pass backward under {problem.mask.name}: several documents come out wrong"

@@ -250,6 +250,7 @@ class TestCudnn:
         (masks.prefix_lm_causal(64, 64, 5), "bfloat16", "mask prefix_lm_causal"),
         (masks.causal(64, 80), "bfloat16", "q_len 64 with kv_len 80"),
         (masks.causal_document(64, 80, [30, 50]), "bfloat16", "q_len 64 with kv_len 80"),
+        (masks.causal(1, 1), "bfloat16", "q_len 1 with kv_len 1"),
         (masks.causal(64, 64), "float32", "dtype float32"),
         (masks.causal(64, 64).restrict(np.arange(64), np.arange(64)), "bfloat16", "mask custom"),
     ])
