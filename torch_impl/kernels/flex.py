@@ -286,12 +286,13 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+ON_GPU = torch.cuda.is_available()
 KERNEL = Kernel(
     NAME,
     Capability(
         ALL_STATIC,
-        passes=("forward", "backward") if torch.cuda.is_available() else ("forward",),
-        source=f"torch {torch.__version__} FlexAttention: Inductor's Triton template (GPU), eager (CPU)",
+        passes=PASSES if ON_GPU else ("forward",),
+        source=f"torch {torch.__version__} FlexAttention: {'Inductor, Triton template' if ON_GPU else 'eager'}",
     ),
     prepare,
     forward,
