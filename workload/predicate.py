@@ -8,18 +8,42 @@ the elements of `q_arrays` and `kv_arrays` (one integer for each query or key, s
 """
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from workload.problem import AttentionProblem, check_kind
+
+ARGUMENTS = {
+    "mask_mod": ("batch", "q_head", "i", "j", "q_values", "kv_values"),
+    "score_mod": ("score", "batch", "q_head", "i", "j"),
+}
+
+
+def _takes(function: Any, arguments: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:  # also where it is no function
+        return False
+    except ValueError:  # a built-in one that does not tell
+        return True
+    return True
+
+
+def check_seen(seen: Any) -> None:
+    """TypeError where a mask_mod gave anything but booleans: a number's bits would be read as one."""
+    kind = str(getattr(seen, "dtype", type(seen).__name__)).removeprefix("torch.")
+    if kind != "bool":
+        raise TypeError(f"mask_mod: gives {kind}, not bool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicate:
     """A mask_mod and the arrays that it reads, a score_mod (either may be None); see the module's text.
 
-    Raises ValueError where there are arrays and no mask_mod.
+    Raises TypeError naming the function that cannot be called so, ValueError where there are arrays and no mask_mod.
     """
 
     mask_mod: Callable | None = None
@@ -28,6 +52,10 @@ class Predicate:
     kv_arrays: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self):
+        for name, arguments in ARGUMENTS.items():
+            function = getattr(self, name)
+            if function is not None and not _takes(function, arguments):
+                raise TypeError(f"{name}: {function!r} is no function of ({', '.join(arguments)})")
         if self.mask_mod is None and (self.q_arrays or self.kv_arrays):
             raise ValueError("q_arrays, kv_arrays: a mask_mod reads them, and there is none")
 

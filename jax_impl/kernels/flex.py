@@ -24,7 +24,7 @@ from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, Policy, Walk
 from workload.capability import ALL_STATIC
 from workload.masks import IntervalMask
-from workload.predicate import Predicate, given
+from workload.predicate import Predicate, check_seen, given
 from workload.problem import AttentionProblem
 
 
@@ -264,7 +264,9 @@ def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
         some, every = jnp.bool_(False), jnp.bool_(True)
         for b in range(heads[0]):
             for h in range(heads[1]):
-                seen = jnp.broadcast_to(mask_mod(b, h, i[:, None], j[None, :], *values) & inside, (tile_q, tile_k))
+                seen = mask_mod(b, h, i[:, None], j[None, :], *values)
+                check_seen(seen)
+                seen = jnp.broadcast_to(seen & inside, (tile_q, tile_k))
                 real = (i < q_len)[:, None]
                 some, every = some | (seen & real).any(), every & (seen | ~real).all()
         return some.astype(jnp.int8) + (some & every)

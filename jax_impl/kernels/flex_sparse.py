@@ -25,7 +25,7 @@ from jax_impl.kernels.hopper_sparse import NARROW, WIDE
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.capability import HALF, Capability
-from workload.predicate import Predicate, given
+from workload.predicate import Predicate, check_seen, given
 from workload.problem import PASSES, AttentionProblem
 
 
@@ -88,7 +88,11 @@ class _Within:
 
     def __call__(self, b, h, i, j, q_values, kv_values):
         seen = j < q_values[0]
-        return seen if self.mask_mod is None else seen & self.mask_mod(b, h, i, j, q_values[1:], kv_values)
+        if self.mask_mod is None:
+            return seen
+        own = self.mask_mod(b, h, i, j, q_values[1:], kv_values)
+        check_seen(own)
+        return seen & own
 
 
 class Blocks(Capability):

@@ -30,6 +30,25 @@ def test_arrays_that_do_not_fit_are_named(arrays, said):
             table.get(name).prepare(problem, predicate=predicate)
 
 
+@pytest.mark.parametrize("mods, said", [
+    ({"mask_mod": 3}, "mask_mod: 3 is no function of"),
+    ({"score_mod": lambda score: score}, "score_mod: .* is no function"),
+    ({"mask_mod": lambda b, h, i, j: j <= i}, r"mask_mod: .* \(batch, q_head, i, j, q_values, kv_values\)")])
+def test_functions_that_cannot_be_called_so_are_named(mods, said):
+    """Four arguments are FlexAttention's own form."""
+    with pytest.raises(TypeError, match=said):
+        Predicate(**mods)
+
+
+@pytest.mark.parametrize("gives, said", [(lambda i, j: i - j, "int"), (lambda i, j: None, "NoneType")])
+def test_a_mask_mod_gives_booleans(gives, said):
+    """The bits of a number were read as one: half of the cells were hidden, without a word."""
+    predicate = Predicate(lambda b, h, i, j, *_: gives(i, j))
+    for table in (jax_impl.kernels, torch_impl.kernels):
+        with pytest.raises(TypeError, match=f"mask_mod: gives {said}.*, not bool"):
+            table.get("flex").prepare(FULL, predicate=predicate)
+
+
 def test_what_is_no_predicate_is_named():
     for table, name, problem in KERNELS:
         with pytest.raises(TypeError, match=r"predicate: builtins.function is no workload.predicate.Predicate"):

@@ -23,7 +23,7 @@ from torch_impl.kernels.walks import ragged_runs
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask, visible
-from workload.predicate import Predicate, given
+from workload.predicate import Predicate, check_seen, given
 from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex"
@@ -138,7 +138,9 @@ def classes_of(seen: Callable, bounds, lengths: tuple[int, int], heads: tuple[in
             j = torch.arange(first * BLOCK, min((first + SPAN) * BLOCK, kv_len), device=device)[None]
             cells = torch.zeros(-(-j.shape[1] // BLOCK) * BLOCK, dtype=torch.int64, device=device)
             for b, h in np.ndindex(heads):
-                cells[: j.shape[1]] += seen(b, h, i, j, *bounds).broadcast_to(len(i), j.shape[1]).sum(dim=0)
+                here = seen(b, h, i, j, *bounds)
+                check_seen(here)
+                cells[: j.shape[1]] += torch.as_tensor(here, device=device).broadcast_to(len(i), j.shape[1]).sum(dim=0)
             total = cells.view(-1, BLOCK).sum(dim=1)
             whole = total == heads[0] * heads[1] * BLOCK * BLOCK
             found[row, first : first + SPAN] = ((total > 0).to(torch.int8) + whole).cpu().numpy()
