@@ -113,8 +113,8 @@ class Rows:
 
     @property
     def closed(self) -> bool:
-        """Whether what was at work when the time was up has had its seconds too."""
-        return time.monotonic() > self._until + GRACE
+        """Whether what was at work when the time was up has had its seconds, and its timing behind it as many."""
+        return time.monotonic() > self._until + 2 * GRACE
 
     def patience(self, deadline: float) -> float:
         """Seconds that a step which begins now may take."""

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.report import aggregate, page, tables
+from workload.problem import PASSES
+from workload.suite import ALL_BUILDERS
 
 Row = dict[str, Any]
 STEADY = 0.2
@@ -15,9 +17,13 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def settings(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by pass, length, heads, settings and dtype, in words."""
+    """Rows by length, heads, settings, dtype and pass, in words; of each, rows in the masks' order."""
+    def place(row: Row):
+        case = row["case"]
+        return (case["seq_len"], aggregate.shape_of(case), case["dtype"], PASSES.index(case["pass"]),
+                list(ALL_BUILDERS).index(case["mask"]), row["against"])
     found: dict[str, list[Row]] = {}
-    for row in rows_of(rows):
+    for row in sorted(rows_of(rows), key=place):
         case = row["case"]
         label = f"{case['pass']}, {case['seq_len']:,} tokens, {aggregate.shape_of(case)}, {case['dtype']}"
         found.setdefault(label, []).append(row)
@@ -55,8 +61,8 @@ def section(rows: Sequence[Row]) -> str:
     if not parts:
         return ""
     note = ("<p class='soft'>All contenders of a row took turns at one card, each behind a warm-up of its own. In "
-            "brackets the ratio to the contender that the row is measured against, behind ± the spread of the rounds "
-            f"where it is above {STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
+            "brackets the ratio to the contender in bold, behind ± the spread of the rounds where it is above "
+            f"{STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
     return f'{note}<div class="pair">{"".join(parts)}</div>'
 
 
@@ -69,7 +75,11 @@ def _cell(row: Row, name: str, top: float) -> str:
     ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) and name != row["against"] else ""
     told = f"spread of the rounds {row['spread'][name]:.0%}, against {row['against']}"
     return (f'<td style="background: rgba(var(--heat), {0.75 * rate / top:.2f})" title="{page.esc(told)}">'
-            f"{tables.number(rate)}{ratio}{_unsteady(row, name)}</td>")
+            f"{_bold(tables.number(rate), name == row['against'])}{ratio}{_unsteady(row, name)}</td>")
+
+
+def _bold(text: str, whether: bool) -> str:
+    return f"<b>{text}</b>" if whether else text
 
 
 def _unsteady(row: Row, name: str) -> str:
