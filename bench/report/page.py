@@ -205,7 +205,8 @@ def _rate_table(title: str, first: str, lines: Sequence[tuple[str, dict[str, Ent
                 unit: float) -> str:
     """(label, entry by column) lines as a table under a title."""
     top = max((e.rate for _, row in lines for e in row.values() if e.rate), default=0.0)
-    body = [[label, *(_rate_cell(row.get(c), unit, top) for c in columns)] for label, row in lines]
+    body = [[f'<td class="text">{esc(label)}</td>', *(_rate_cell(row.get(c), unit, top) for c in columns)]
+            for label, row in lines]
     head = [first, *(c.replace(" ", "|") for c in columns)]
     return f"<div><h3>{esc(title)}</h3>{table(head, body)}</div>"
 
