@@ -56,7 +56,7 @@ class Case:
     def within(self, takes: Capability) -> "Case":
         """The case moved inside what a capability declares: dtype, head_dim, heads, squareness, block size."""
         alone = self.q_heads if self.mask_heads == 1 else self.mask_heads
-        moved = dataclasses.replace(
+        return dataclasses.replace(
             self,
             dtype=self.dtype if self.dtype in takes.dtypes else takes.dtypes[0],
             head_dim=self.head_dim if self.head_dim in (takes.head_dims or (self.head_dim,)) else takes.head_dims[0],
@@ -65,9 +65,12 @@ class Case:
             q_len=self.kv_len if takes.square_only else self.q_len,
             block=(takes.block_sizes or (self.block,))[0],
         )
-        wide = dataclasses.replace(moved, block=2 * self.block)  # where a kernel wants a multiple of its tiles
+
+    def widened(self, takes: Capability) -> "Case":
+        """The case at twice its block size where a capability, which wants a multiple of its tiles, takes only that."""
+        wide = dataclasses.replace(self, block=2 * self.block)
         refuse = functools.partial(takes.refuse, passes=passes_of(takes))
-        return wide if refuse(moved.problem) and not refuse(wide.problem) else moved
+        return wide if refuse(self.problem) and not refuse(wide.problem) else self
 
     @functools.cached_property
     def problem(self) -> AttentionProblem:
