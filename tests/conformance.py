@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 
 from parity.compare import RESULTS, relative_error
 from workload import masks
@@ -223,6 +224,14 @@ def _toy(name: str, mask: Callable, logits=0.0, *, v=None, right: Callable, scal
     q_len, kv_len = sizes.pop("q_len", 8), sizes.pop("kv_len", 8)
     case = Case(name, mask, q_len=q_len, kv_len=kv_len, scale=scale, **{"q_heads": 2, "kv_heads": 1} | sizes)
     return Toy(case, logits, v, right)
+
+
+def check_refuses_no_problem(kernel) -> None:
+    """What is no problem is refused by name; once it was an AttributeError of something inside."""
+    for ask in (kernel.refuse, kernel.require, kernel.prepare):
+        for other, said in ((None, "NoneType"), (masks.full(2, 2), "IntervalMask")):
+            with pytest.raises(TypeError, match=f"^problem: .*{said} is no .*AttentionProblem"):
+                ask(other)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """One self-contained HTML page from any set of records: no network, light and dark."""
 
 import html
+import re
 from collections.abc import Sequence
 
 from bench import options
@@ -68,7 +69,7 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
     """
     found = aggregate.entries(rows)
     anchors = {anchor for anchor, _, text in (*first, *sections) if text}
-    anchors |= {"ring"} if any('id="ring"' in text for _, _, text in sections) else set()
+    anchors |= {anchor for _, _, text in sections for anchor in re.findall(r'<h3 id="(\w+)"', text)}
     parts = [
         ("summary", "What this is", _summary(rows, found, anchors)),
         ("masks", "The masks", _masks()),

@@ -5,8 +5,6 @@ conflicts, and each warp adds what its threads staged as one run of memory: none
 brings such tiles back into rows and columns.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,13 +69,12 @@ def _fragments(registers, layout, shape):
     return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def add(x: jax.Array, staging, target, pending: int | None = 0):
+def add(x: jax.Array, staging, target, pending: int = 0):
     """Adds float32 [64, PART] in wgmma's layout to device memory, by way of `staging` of `register_shape(PART)`.
 
-    pending: younger additions than the one that last used this staging; None where that one was waited for.
+    pending: younger additions than the one that last used this staging.
     """
-    if pending is not None:
-        wait(pending)
+    wait(pending)
     staging[...] = in_register_order(x)
     fence()
     warp_sync()
@@ -98,11 +95,11 @@ def add_at_once(x: jax.Array, staging, target, waited: bool = False):
     plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
 
 
-def add_by_parts(x: jax.Array, staging, target, adds: Callable = add):
-    """Adds [64, n * PART] by `add` or `add_at_once`, PART columns at a time."""
+def add_by_parts(x: jax.Array, staging, target):
+    """Adds [64, n * PART] by `add_at_once`, PART columns at a time."""
     rows = register_shape(PART)[0]
     for part in range(x.shape[1] // PART):
-        adds(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
+        add_at_once(x[:, part * PART : (part + 1) * PART], staging, target.at[pl.ds(part * rows, rows)])
 
 
 def wait(pending: int = 0):

@@ -278,7 +278,7 @@ class _Consumer:
         if kernel.split > 1:
             tile = (self.walk.first.kv * kernel.places + self.walk.tile) * CONSUMERS + self.warpgroup
             for grad, gmem in ((dk, s.dk_g), (dv, s.dv_g)):
-                add_by_parts(grad, self._staging, gmem.at[self.walk.first.batch, tile], add_at_once)
+                add_by_parts(grad, self._staging, gmem.at[self.walk.first.batch, tile])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return
         keys = pl.ds(self.walk.tile * kernel.tiles.row_tokens + self.warpgroup * ROWS, ROWS)
