@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,16 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float, war
     return found
 
 
-def rates_of(flops: int, found: dict[str, list[float]], against: str) -> dict[str, Any]:
-    """Median rates in TFLOP/s, the spread of the rounds, and ratios of rates to that of `against`."""
-    middle = {name: float(np.median(x)) for name, x in found.items()}
-    base = middle.get(against)
+def rates_of(flops: Mapping[str, int], found: Mapping[str, list[float]], against: str) -> dict[str, Any]:
+    """Median rates in TFLOP/s, the spread of the rounds, and ratios of rates to that of `against`.
+
+    Args:
+      flops: of each contender's call; found: its seconds in each round.
+    """
+    rates = {name: flops[name] / float(np.median(x)) / 1e12 for name, x in found.items()}
+    base = rates.get(against)
     return {
-        "against": against, "tflops": {name: flops / x / 1e12 for name, x in middle.items()},
+        "against": against, "tflops": rates,
         "spread": {name: float(np.ptp(x) / np.median(x)) for name, x in found.items()},
-        "ratio": {name: base / x for name, x in middle.items()} if base else {},
+        "ratio": {name: x / base for name, x in rates.items()} if base else {},
     }

@@ -204,15 +204,15 @@ def numbers(label: str, texts: Sequence[str]) -> list[int]:
         raise ValueError(f"--{label}: {problem}") from problem
 
 
-def heads_of(text: str) -> tuple[int, int]:
-    """(q_heads, kv_heads) of an entry q_heads:kv_heads of --heads. ValueError names the flag.
+def heads_of(text: str, label: str = "heads") -> tuple[int, int]:
+    """(q_heads, kv_heads) of an entry q_heads:kv_heads of the flag `label`, which a ValueError names.
 
     >>> heads_of("64:8")
     (64, 8)
     """
     q, _, kv = text.partition(":")
     if not (q.isdigit() and kv.isdigit() and int(kv)) or not int(q) or int(q) % int(kv):
-        raise ValueError(f"--heads: {text!r} is no q_heads:kv_heads, the second dividing the first")
+        raise ValueError(f"--{label}: {text!r} is no q_heads:kv_heads, the second dividing the first")
     return int(q), int(kv)
 
 

@@ -14,14 +14,19 @@ Block-sparse kernels race under --masks=uniform_block or variable_block, at one 
     python -m bench.peers --contenders=jax:vsa,torch:cudnn_sparse --against=torch:cudnn_sparse --masks=uniform_block \
         --sparse_block=64 --density=0.2 --seqlens=32K --heads=64:64,64:8 --out=out/peers.jsonl
 
+A contender stack:kernel@q_heads:kv_heads runs at heads of its own in place of --heads, so that grouped heads race
+beside as many separate ones: --contenders=jax:vsa,jax:vsa@64:8 --against=jax:vsa --heads=64:64.
+
 Compiling takes longer than racing. Several such processes, each with masks and an --out of its own, may share a card
 through one --turns file: each compiles what needs no card while another one, alone, judges and races.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,8 @@ from workload.suite import ALL_BUILDERS
 
 def define() -> None:
     """Defines the flags; once, before `app.run`."""
-    options.define_list("contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs.")
+    options.define_list("contenders", ["jax:flashmask", "jax:fa3", "jax:cudnn", "torch:fa3"], "stack:kernel pairs, or "
+                        "stack:kernel@q_heads:kv_heads for one at other heads than --heads.")
     flags.DEFINE_string("against", "torch:fa3", "The contender that ratios are to.")
     options.define_list("masks", ["full", "causal"], f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
     options.define_list("seqlens", ["8K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
@@ -62,18 +68,42 @@ def define() -> None:
     flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
 
 
-def contender_of(label: str, text: str) -> tuple[str, str]:
-    """(stack, kernel) of a stack:kernel of the flag `label`. ValueError names the flag."""
-    stack, _, kernel = text.partition(":")
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """A contender as it is asked for.
+
+    Attributes:
+      stack, kernel: names.
+      heads: q_heads and kv_heads of its own in place of a row's; None to run at those.
+    """
+
+    stack: str
+    kernel: str
+    heads: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """stack:kernel, or stack:kernel@q_heads:kv_heads."""
+        return f"{self.stack}:{self.kernel}" + (f"@{self.heads[0]}:{self.heads[1]}" if self.heads else "")
+
+    def spec(self, row: ProblemSpec) -> ProblemSpec:
+        """Its problem in a row."""
+        return dataclasses.replace(row, q_heads=self.heads[0], kv_heads=self.heads[1]) if self.heads else row
+
+
+def entrant_of(label: str, text: str) -> Entrant:
+    """The one that an entry of the flag `label` asks for. ValueError names the flag."""
+    name, at, heads = text.partition("@")
+    stack, _, kernel = name.partition(":")
     if stack not in STACKS or kernel not in options.KERNELS[stack]:
         raise ValueError(f"--{label}: {text!r} is no stack:kernel of {', '.join(STACKS)}")
-    return stack, kernel
+    return Entrant(stack, kernel, options.heads_of(heads, label) if at else None)
 
 
-def contenders_of(values: flags.FlagValues) -> list[tuple[str, str]]:
-    """(stack, kernel) of each of --contenders, once. ValueError names the flag that is wrong."""
-    contender_of("against", values.against)
-    return [contender_of("contenders", text) for text in dict.fromkeys(values.contenders)]
+def entrants_of(values: flags.FlagValues) -> list[Entrant]:
+    """Each of --contenders, once. ValueError names the flag that is wrong."""
+    entrant_of("against", values.against)
+    return [entrant_of("contenders", text) for text in dict.fromkeys(values.contenders)]
 
 
 def specs_of(values: flags.FlagValues) -> list[ProblemSpec]:
@@ -90,39 +120,38 @@ class Race:
     """The stacks of one process and what their contenders share: inputs, references.
 
     Args:
-      names: (stack, kernel) of the contenders; against: "stack:kernel" of the one that ratios are to.
+      entrants: the contenders; against: name of the one that ratios are to.
       turns: file to lock while contenders run, or empty where no other process races.
     """
 
-    def __init__(self, names: list[tuple[str, str]], against: str, rounds: int, seconds: float, warm_up: float,
+    def __init__(self, entrants: Sequence[Entrant], against: str, rounds: int, seconds: float, warm_up: float,
                  turns: str = ""):
         # Both stacks live in this process: JAX must not take the card's memory for itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        self._names, self._against, self._timing = names, against, (rounds, seconds, warm_up)
+        self._entrants, self._against, self._timing = entrants, against, (rounds, seconds, warm_up)
         self._turns = turns
-        modules = {name: importlib.import_module(f"bench.{name}_stack") for name in sorted({s for s, _ in names})}
+        modules = {name: importlib.import_module(f"bench.{name}_stack") for name in sorted({e.stack for e in entrants})}
         self._stacks = {name: module.Stack() for name, module in modules.items()}
         self._inputs = {name: Inputs(stack) for name, stack in self._stacks.items()}
         self._references: dict[str, Reference] = {}
 
     def key(self, spec: ProblemSpec, which: str) -> str:
         """Unique name of a row."""
-        return f"peers/{which}/{spec.label}/{'+'.join(':'.join(name) for name in self._names)}"
+        return f"peers/{which}/{spec.label}/{'+'.join(e.name for e in self._entrants)}"
 
     def row(self, spec: ProblemSpec, which: str) -> dict[str, Any]:
         """Judges and races all contenders that take a problem; the status is the worst that befell one of them."""
-        problem = spec.problem()
         if self._turns:
-            self._build(problem, which)
+            self._build(spec, which)
         with self._turn():
-            return self._raced(spec, problem, which)
+            return self._raced(spec, which)
 
-    def _build(self, problem, which: str) -> None:
+    def _build(self, spec: ProblemSpec, which: str) -> None:
         """Compiles what can be compiled without the card; what fails here fails again, and is told, in the race."""
         passes = ("forward",) if which == "forward" else PASSES
-        for stack_name, kernel_name in self._names:
-            stack = self._stacks[stack_name]
-            kernel = stack.kernel(kernel_name)
+        for entrant in self._entrants:
+            stack, problem = self._stacks[entrant.stack], entrant.spec(spec).problem()
+            kernel = stack.kernel(entrant.kernel)
             if kernel.refuse(problem, passes) is None:
                 with contextlib.suppress(Exception):
                     stack.build(kernel, problem, passes)
@@ -138,18 +167,19 @@ class Race:
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             yield
 
-    def _raced(self, spec: ProblemSpec, problem, which: str) -> dict[str, Any]:
-        ready = []
-        case: dict[str, Any] = {"pass": which, "contenders": [":".join(name) for name in self._names]}
+    def _raced(self, spec: ProblemSpec, which: str) -> dict[str, Any]:
+        ready, flops, specs = [], {}, [e.spec(spec) for e in self._entrants]
+        self._references = {s.label: self._references[s.label] for s in specs if s.label in self._references}
+        case: dict[str, Any] = {"pass": which, "contenders": [e.name for e in self._entrants]}
         case |= {n: getattr(spec, n) for n in ("mask", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype", "seed")}
         case["settings"] = dict(spec.settings)
         environment = {"stacks": {name: stack.environment() for name, stack in self._stacks.items()}}
         row = engine.new_row(self.key(spec, which), "peers", case, engine.environment.machine() | environment)
-        row |= {"flops": problem.flops(which), "refused": {}, "failed": {}, "errors": {}}
-        for stack, kernel in self._names:
-            name = f"{stack}:{kernel}"
+        row |= {"flops": spec.problem().flops(which), "refused": {}, "failed": {}, "errors": {}}
+        for entrant, own in zip(self._entrants, specs, strict=True):
+            name, problem = entrant.name, own.problem()
             try:
-                made, found = self._judged(stack, kernel, spec, problem, which)
+                made, found = self._judged(entrant, own, problem, which)
             except Unsupported as reason:
                 row["refused"][name] = str(reason)
                 continue
@@ -161,16 +191,17 @@ class Race:
             if found["wrong"]:
                 row["failed"][name], row["status"] = "; ".join(found["wrong"]), "mismatch"
             else:
-                ready.append(made)
+                ready.append(dataclasses.replace(made, name=name))
+                flops[name] = problem.flops(which)
         row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in row["failed"].items())
-        return row | rates_of(row["flops"], interleave(ready, *self._timing), self._against)
+        return row | rates_of(flops, interleave(ready, *self._timing), self._against)
 
-    def _judged(self, stack_name, kernel, spec, problem, which):
-        stack, sample = self._stacks[stack_name], spots_of(problem)
-        tensors = self._inputs[stack_name].of(problem, spec.inputs())
-        made = contender(stack, kernel, problem, which, tensors)
+    def _judged(self, entrant: Entrant, spec: ProblemSpec, problem, which: str):
+        stack, sample = self._stacks[entrant.stack], spots_of(problem)
+        tensors = self._inputs[entrant.stack].of(problem, spec.inputs())
+        made = contender(stack, entrant.kernel, problem, which, tensors)
         if spec.label not in self._references:
-            self._references = {spec.label: reference_of(problem, spec.inputs(), sample)}
+            self._references[spec.label] = reference_of(problem, spec.inputs(), sample)
         return made, judged(made, stack, problem, sample, self._references[spec.label])
 
 
@@ -184,11 +215,11 @@ def told(row: dict[str, Any]) -> str:
 def main() -> int:
     """Runs the contenders that the flags name in turns; 1 where a row is not ok, 2 for bad flags."""
     values = flags.FLAGS
-    names, specs = contenders_of(values), specs_of(values)
+    entrants, specs = entrants_of(values), specs_of(values)
     passes = options.choose("passes", values.passes, PASSES)
     console = Console(highlight=False, soft_wrap=True)
     with engine.open_records(engine.Options(Path(values.out), values.resume)) as writer:
-        race = Race(names, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
+        race = Race(entrants, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
         for spec in specs:
             for which in passes:
                 if race.key(spec, which) not in writer.keys:

@@ -40,7 +40,7 @@ def entries(rows: Sequence[Row]) -> list[aggregate.Entry]:
     for several in settings(rows).values():
         for name in _names(several):
             ran = [row for row in several if name in row["tflops"]]
-            stack, _, kernel = name.rpartition(":")
+            stack, _, kernel = name.partition(":")
             if 2 * len(ran) >= len(several):
                 out += [aggregate.Entry(
                     stack, kernel, row["case"]["mask"], row["case"]["pass"], row["case"]["seq_len"],
@@ -56,7 +56,7 @@ def section(rows: Sequence[Row]) -> str:
         names = _names(several)
         top = max(rate for row in several for rate in row["tflops"].values())
         body = [[row["case"]["mask"], *(_cell(row, name, top) for name in names)] for row in several]
-        head = ["mask", *(name.replace(":", "|") for name in names)]
+        head = ["mask", *(name.replace(":", "|", 1) for name in names)]
         parts.append(f"<div><h3>{page.esc(label)}: TFLOP/s</h3>{page.table(head, body)}</div>")
     if not parts:
         return ""

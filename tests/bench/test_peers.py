@@ -27,15 +27,17 @@ def test_every_contender_runs_warm_up_and_timed_calls_in_every_round():
 
 def test_rates_are_flops_over_the_median_and_ratios_are_to_the_one_named():
     found = {"x": [1.0, 2.0, 9.0], "y": [3.0, 3.0, 3.0]}
-    row = interleave.rates_of(6 * 10**12, found, "y")
+    other = interleave.rates_of({"x": 10**12, "y": 6 * 10**12}, found, "y")
+    assert other["tflops"] == {"x": 0.5, "y": 2.0} and other["ratio"] == {"x": 0.25, "y": 1.0}
+    row = interleave.rates_of(dict.fromkeys("xy", 6 * 10**12), found, "y")
     assert row["tflops"] == {"x": 3.0, "y": 2.0} and row["ratio"] == {"x": 1.5, "y": 1.0}
     assert row["spread"] == {"x": 4.0, "y": 0.0} and row["against"] == "y"
-    assert interleave.rates_of(1, {"x": [1.0]}, "absent")["ratio"] == {}
+    assert interleave.rates_of({"x": 1}, {"x": [1.0]}, "absent")["ratio"] == {}
 
 
 def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
     """One result off by a hundredth, one exception: told in the row, and the others race."""
-    names = [("torch", name) for name in ("naive", "sdpa", "fa1", "flex")]
+    names = [peers.Entrant("torch", name) for name in ("naive", "sdpa", "fa1", "flex")]
     race = peers.Race(names, "torch:naive", rounds=2, seconds=0, warm_up=0)
     stack = race._stacks["torch"]
     real = stack.kernel
@@ -52,10 +54,23 @@ def test_a_contender_that_is_wrong_or_fails_takes_no_part(monkeypatch):
     assert row["status"] == "error" and row["errors"]["torch:naive"]["out"] < 1e-6
 
 
+def test_a_contender_at_heads_of_its_own_races_under_its_own_reference_and_flops():
+    """Variable blocks: the mask of two kv heads is not that of four, and has other FLOPs."""
+    entrants = [peers.entrant_of("contenders", text) for text in ("torch:naive", "torch:naive@4:2")]
+    race = peers.Race(entrants, "torch:naive", rounds=1, seconds=0, warm_up=0)
+    spec = ProblemSpec("variable_block", 300, q_heads=4, kv_heads=4, head_dim=32, dtype="float32")
+    for which in ("forward", "backward"):
+        row = race.row(spec, which)
+        assert row["status"] == "ok" and set(row["errors"]) == {"torch:naive", "torch:naive@4:2"}
+        assert row["flops"] == spec.problem().flops(which) and row["ratio"]["torch:naive"] == 1
+        assert row["flops"] != entrants[1].spec(spec).problem().flops(which)
+        assert row["key"].endswith("torch:naive+torch:naive@4:2")
+
+
 def test_races_that_share_a_turns_file_do_not_overlap(tmp_path, monkeypatch):
     at_once, most = [], []
 
-    def raced(self, spec, problem, which):
+    def raced(self, spec, which):
         at_once.append(1)
         most.append(len(at_once))
         time.sleep(0.05)
@@ -66,7 +81,7 @@ def test_races_that_share_a_turns_file_do_not_overlap(tmp_path, monkeypatch):
     spec = ProblemSpec("causal", 64, q_heads=2, kv_heads=2, head_dim=32)
     for turns, want in ((str(tmp_path / "turns"), 1), ("", 2)):
         most.clear()
-        races = [peers.Race([("torch", "naive")], "torch:naive", 1, 0, 0, turns) for _ in range(2)]
+        races = [peers.Race([peers.Entrant("torch", "naive")], "torch:naive", 1, 0, 0, turns) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(lambda race: race.row(spec, "forward"), races))
         assert max(most) == want
@@ -87,12 +102,12 @@ def test_block_and_density_are_settings_of_dynamic_masks_alone():
 
 @pytest.mark.parametrize("flag, value, said", [
     ("contenders", "torch:nonesuch", "--contenders: 'torch:nonesuch'"),
-    ("contenders", "naive", "--contenders: 'naive'"),
+    ("contenders", "naive", "--contenders: 'naive'"), ("contenders", "torch:naive@4:3", "--contenders: '4:3'"),
     ("masks", "causl", "--masks: 'causl'"), ("seqlens", "8Q", "--seqlens: '8Q'"), ("heads", "4:3", "--heads: '4:3'")])
 def test_bad_values_are_named(flag, value, said):
     values = types.SimpleNamespace(**VALUES | {flag: [value]})
     with pytest.raises(ValueError, match=said):
-        peers.contenders_of(values), peers.specs_of(values)
+        peers.entrants_of(values), peers.specs_of(values)
 
 
 def test_bad_values_end_the_run_before_it_begins(tmp_path):

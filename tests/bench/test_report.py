@@ -55,8 +55,10 @@ def mixed():
         engine.new_row("peers/x", "peers", {
             "pass": "forward", "mask": "causal", "seq_len": 8192, "q_heads": 64, "kv_heads": 8, "head_dim": 128,
             "dtype": "bfloat16"}, {}) | {
-            "flops": FLOPS, "against": "torch:fa3", "tflops": {"jax:fa3": 605.0, "torch:fa3": 636.0},
-            "spread": {"jax:fa3": 0.02, "torch:fa3": 0.01}, "ratio": {"jax:fa3": 0.951, "torch:fa3": 1.0},
+            "flops": FLOPS, "against": "torch:fa3",
+            "tflops": {"jax:fa3": 605.0, "torch:fa3": 636.0, "jax:fa3@64:64": 700.0},
+            "spread": {"jax:fa3": 0.02, "torch:fa3": 0.01, "jax:fa3@64:64": 0.01},
+            "ratio": {"jax:fa3": 0.951, "torch:fa3": 1.0, "jax:fa3@64:64": 1.1},
             "refused": {"jax:cudnn": "no"}},
         engine.new_row("odd", "some_new_kind", {"scheme": "ring"}, {}),
     ]
@@ -103,7 +105,7 @@ def test_the_page_is_whole_and_self_contained(folder):
     assert "prefers-color-scheme: dark" in text and "@import" not in text and "url(http" not in text
     assert text.count('<img alt="') == len(ALL_BUILDERS)
     for said in ("needs &lt;a&gt; Hopper &amp; co", "no answer within 3 s", "signal 9", "RESOURCE_EXHAUSTED",
-                 "&lt;card &amp; co&gt;", "1 of 2 cells pass; 1 more are refused", "python -m x", "1.25", "605 (0.95)"):
+                 "&lt;card &amp; co&gt;", "1 of 2 cells pass; 1 more are refused", "python -m x", "1.25", "605 (0.95)", "jax<br>fa3@64:64"):
         assert said in text, said
 
 
