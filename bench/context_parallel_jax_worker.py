@@ -32,12 +32,12 @@ from bench import context_parallel_job as base
 from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
-from bench.jax_stack import Stack
+from bench.jax_stack import Stack, meeting
 from bench.timing import MOST_AHEAD, Protocol, measure
 from jax_impl import context_parallel as cp
 from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
-from jax_impl.context_parallel.plan import alike, default_kernel, place, put
+from jax_impl.context_parallel.plan import alike, default_kernel, place
 from jax_impl.hlo import collective_bytes
 from jax_impl.kernels import stack
 from workload.problem import PASSES, AttentionProblem
@@ -119,7 +119,7 @@ class Job(base.Job):
         self._plans: dict[tuple[str, int], Any] = {}
         self._operands_alone: dict[tuple[str, str], Any] = {}
         self._programs: dict[Hashable, Future] = {}
-        self._meeting = self._threads.submit(self._build_meeting) if self.stack.on_gpu else None
+        self._meeting = self._threads.submit(meeting, tuple(jax.devices())) if self.stack.on_gpu else None
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in launch.exchange(json.dumps(value), LONGEST_WAIT)]
@@ -214,15 +214,7 @@ class Job(base.Job):
     def together(self) -> jax.Array:
         """All ranks' devices go on from here together; the host does not wait."""
         assert self._meeting is not None  # where there are events
-        program, token = self._meeting.result()
-        return program(token)
-
-    def _build_meeting(self):
-        """A program in which all devices meet, and its operand."""
-        mesh, spec = Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all")
-        token = put(np.zeros(self.world, np.float32), NamedSharding(mesh, spec))
-        meet = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
-        return _compile(meet, token), token
+        return self._meeting.result()()
 
     def seconds(self, call: Callable[[], Any], calls: int) -> float:
         """Wall time of these many calls, queued one behind the other."""

@@ -17,6 +17,7 @@ from bench.device_events import BEGIN, END, DeviceEvents
 from bench.passes import passes_of
 from bench.timing import EventSampler, wall_sampler
 from jax_impl import kernels
+from jax_impl.context_parallel.plan import put
 from jax_impl.kernels.stack import stack_operands
 from workload.problem import AttentionProblem
 
@@ -233,6 +234,16 @@ class Stack:
 
     def release(self) -> None:
         """Gives unused memory back: live buffers are dropped with their last reference, nothing else to do."""
+
+
+@functools.cache
+def meeting(devices: tuple[jax.Device, ...]) -> Callable[[], jax.Array]:
+    """A call, compiled already, that makes all these devices go on together; no host waits for it."""
+    mesh, spec = jax.sharding.Mesh(np.array(devices), ("all",)), jax.sharding.PartitionSpec("all")
+    token = put(np.zeros(len(devices), np.float32), jax.sharding.NamedSharding(mesh, spec))
+    meet = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec,
+                         out_specs=jax.sharding.PartitionSpec())
+    return functools.partial(jax.jit(meet).lower(token).compile(), token)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -5,7 +5,6 @@ Its twin is bench/parity_torch_ranks.py. `shard_out` and `gather_in` run in the 
 
 import contextlib
 import functools
-import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
+from bench.jax_stack import meeting
 from bench.parity_cells import KEPT
 from jax_impl import context_parallel as cp
 from jax_impl.context_parallel.attention import backward, forward
@@ -163,12 +163,21 @@ def _joined(name: str, x: jax.Array, plan) -> np.ndarray:
 
 
 def clock(case: dict[str, Any]) -> float:
-    """Seconds of both passes on all ranks: calls one behind the other, of which the host may be ahead."""
-    built = _of(case)
-    jax.block_until_ready(built.again())
-    began = time.perf_counter()
-    jax.block_until_ready([built.again() for _ in range(CALLS)])
-    return (time.perf_counter() - began) / CALLS
+    """Of a cell that has run: seconds of both passes, calls one behind the other, as a mean.
+
+    On GPUs between two events on the first one's stream, at either of which all have met; the host is ahead.
+    """
+    built, stack = _of(case), stack_of("jax")
+    meet = meeting(tuple(built.plan.program.mesh.devices.flat))
+
+    def calls(_: int) -> Any:
+        for _ in range(CALLS):
+            last = built.again()
+            if not stack.on_gpu:  # queued programs of one process' CPU devices can wait for each other's threads
+                jax.block_until_ready(last)
+        return meet()
+
+    return stack.sampler(calls, cold=False)(0) / CALLS  # a warm one calls once before the first event
 
 
 def shard_out(folder: str, world: int) -> None:

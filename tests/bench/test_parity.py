@@ -15,6 +15,7 @@ from rich.console import Console
 
 from bench import attention_task, engine, parity_kernels, parity_schemes, parity_status, records
 from bench import parity as parity_main
+from bench.cases import STACKS
 from bench.parity_cells import ROUNDS, Problems, Rows
 from bench.turns import Turns
 from bench.workers import Failure, Worker
@@ -245,6 +246,7 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
         rows, problems = Rows(writer, 1, Console(soft_wrap=True)), Problems(tmp_path, 120.0, [judge])
         with parity_schemes.Run(rows, problems, 120.0, 2) as going:
             good = going.judge(cell, [cell], tmp_path / "good")
+            timed = going._throughput(cell)
             hopper = dataclasses.replace(cell, case=dataclasses.replace(cell.case, kernel="fa3"))
             refused = going.judge(hopper, [cell, hopper], tmp_path / "refused")
             assert refused["status"] == "unsupported" and "jax kernel fa3" in refused["reason"], refused["reason"]
@@ -263,6 +265,8 @@ def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monk
             monkeypatch.setattr(going._gang, "ask", spoilt)
             bad = going.judge(cell, [cell], tmp_path / "bad")
     assert good["status"] == "ok" and set(good["errors"]["torch"]) == set(RESULTS), good["reason"]
+    assert {len(timed["rounds"][stack]) for stack in STACKS} == {ROUNDS}, timed
+    assert timed["throughput_ratio"] == pytest.approx(timed["seconds"]["torch"] / timed["seconds"]["jax"])
     assert bad["status"] == "mismatch" and "torch dk" in bad["reason"] and "torch dv" not in bad["reason"]
     assert good["errors"]["jax"] == bad["errors"]["jax"]
     command = shlex.split(good["repeat"].replace("out/again.jsonl", str(tmp_path / "again.jsonl")))
