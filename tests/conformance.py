@@ -115,7 +115,7 @@ CASES = (
     Case("small_drawn_blocks", lambda q, k, _: variable_block(q, k, 2, 30, 7, 0.6, causal=True, seed=7), **SMALL),
     # A1: the first rows of the first block see no key, the others do.
     Case("small_blocks", lambda q, k, b: uniform_block(q, k, 1, b, 0.7, causal=True, seed=2),
-         **SMALL | {"q_len": 161, "kv_len": 139}),
+         **SMALL | {"q_len": 161, "kv_len": 139, "head_dim": 128}),
     Case("full", _static("full")),
     Case("causal", _static("causal")),
     Case("full_document", _static("full_document", LENGTHS)),
@@ -131,12 +131,12 @@ CASES = (
     Case("scattered", lambda q, k, _: scattered(q, k)),
     Case("uniform_block", lambda q, k, b: uniform_block(q, k, 1, b, 0.5, seed=1)),
     Case("uniform_block_causal", lambda q, k, b: uniform_block(q, k, 3, b, 0.7, causal=True, seed=2),
-         q_heads=6, kv_heads=3, batch=1, mask_heads=3),
+         q_heads=6, kv_heads=3, batch=1, mask_heads=3, head_dim=128),
     Case("uniform_block_top_p", lambda q, k, b: uniform_block(q, k, 1, b, top_p=0.8, selection="importance", seed=3)),
     Case("variable_block", lambda q, k, b: variable_block(q, k, 3, 40, 9, 0.5, seed=4), q_heads=6, kv_heads=3,
          batch=1, mask_heads=3),
     Case("variable_block_causal", lambda q, k, b: variable_block(q, k, 4, 40, 9, 0.6, causal=True, seed=5),
-         q_heads=4, kv_heads=2, batch=1, mask_heads=4),
+         q_heads=4, kv_heads=2, batch=1, mask_heads=4, head_dim=128),
     Case("rows_before_the_first_key", _static("causal"), q_len=203, kv_len=147),
     Case("scale_and_padded_head_dim", _static("causal"), head_dim=80, scale=0.37, q_heads=2, kv_heads=2, batch=1),
     # D16, E10: lengths that are no multiple of anything, both passes.

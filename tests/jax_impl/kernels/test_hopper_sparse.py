@@ -70,10 +70,7 @@ def test_blocks_of_one_token_up():
     (uniform_block(70, 250, 1, 64, 0.8, seed=2), (1, 1), 128),  # each warpgroup's ring goes round
 ])
 def test_no_races(mask, heads, head_dim):
-    """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions.
-
-    dk and dv by additions as well where the heads of a group are divided.
-    """
+    """Under the interpreter's race detector: shared and separate rings, masked steps, dq by additions."""
     judged("vsa", AttentionProblem(mask, 1, *heads, head_dim), races=True)
 
 
