@@ -124,8 +124,13 @@ def check(case: dict[str, Any], tokens: int) -> dict[str, Any]:
     arrays = make_inputs(problem, small.spec.inputs())
     got = outputs(small.stack, schedule, kernel_of(small), arrays)
     exact = {name: widened(x) for name, x in arrays.items()}
-    want = attention_oracle(exact["q"], exact["k"], exact["v"], problem.mask, problem.scale, exact["dout"])
-    return {name: relative_error(x, getattr(want, name)) for name, x in got.items()}
+    q, k, v, dout = (exact[name] for name in ("q", "k", "v", "dout"))
+    want = attention_oracle(q, k, v, problem.mask, problem.scale, dout)
+    # dq and dk are differences, of which the second part is delta * (P k) and P^T (delta * q): out and dv of this.
+    delta = (want.out * dout).sum(axis=3, keepdims=True)
+    second = attention_oracle(q, k, k, problem.mask, problem.scale, delta * q)
+    least = {"dq": problem.scale * np.linalg.norm(delta * second.out), "dk": problem.scale * np.linalg.norm(second.dv)}
+    return {name: relative_error(x, getattr(want, name), least.get(name, 0.0)) for name, x in got.items()}
 
 
 # ---- what a replay measures ----------------------------------------------------------------------

@@ -15,7 +15,8 @@ def spot_errors(stack, problem: AttentionProblem, inputs, results, seed: int = 0
     """Relative errors of out, dq at some rows and of dk, dv at some keys, of the first and the last kv head.
 
     The rows' softmax is computed anew from q and k; a key's gradients use the kernel's lse, which out has vouched for.
-    Of a large problem one query head's out and dq are checked alone.
+    Of a large problem one query head's out and dq are checked alone. dq and dk are differences (see the oracle): where
+    they are smaller than what is subtracted, their errors are relative to that.
 
     Args:
       inputs: q, k, v, dout; results: out, lse, dq, dk, dv, arrays of `stack`.
@@ -36,9 +37,10 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
     mask, group, scale = problem.mask, problem.group, problem.scale
     heads = range(kv_head * group, (kv_head + 1) * group)[: None if len(keys) else 1]
     k, v = (stack.head(x, kv_head) for x in inputs[1:3])
-    dk, dv = np.zeros((2, len(keys), k.shape[1]))
+    dk, dk_subtracted, dv = np.zeros((3, len(keys), k.shape[1]))
     got: dict[str, list[Any]] = {"out": [], "dq": []}
     want: dict[str, list[Any]] = {"out": [], "dq": []}
+    subtracted: list[np.ndarray] = []
     for h in heads:
         q, dout, out, dq = (stack.head(x, h) for x in (inputs[0], inputs[3], results[0], results[2]))
         lse = stack.head(results[1], h, axis=1)
@@ -50,17 +52,20 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
         got["dq"].append(dq[rows])
         want["out"].append(p @ v)
         want["dq"].append(scale * (p * (dout[rows] @ v.T - delta[:, None])) @ k)
+        subtracted.append(scale * delta[:, None] * (p @ k))
         if not len(keys):
             continue
         by_key = _columns(mask, keys, mask_head)
         p = np.where(by_key, np.exp(scale * (q @ k[keys].T) - np.where(lse == -np.inf, np.inf, lse)[:, None]), 0.0)
-        ds = p * (dout @ v[keys].T - (dout * out).sum(axis=1)[:, None])
+        delta = (dout * out).sum(axis=1)[:, None]
         dv += p.T @ dout
-        dk += scale * ds.T @ q
-    found = {name: relative_error(np.stack(got[name]), np.stack(want[name])) for name in got}
+        dk += scale * (p * (dout @ v[keys].T - delta)).T @ q
+        dk_subtracted += scale * (p * delta).T @ q
+    least = {"out": 0.0, "dq": np.linalg.norm(subtracted)}
+    found = {name: relative_error(np.stack(got[name]), np.stack(want[name]), least[name]) for name in got}
     if not len(keys):
         return found
-    found["dk"] = relative_error(stack.head(results[3], kv_head)[keys], dk)
+    found["dk"] = relative_error(stack.head(results[3], kv_head)[keys], dk, np.linalg.norm(dk_subtracted))
     found["dv"] = relative_error(stack.head(results[4], kv_head)[keys], dv)
     return found
 

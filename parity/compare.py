@@ -6,8 +6,8 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 OF_PASS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 
-def relative_error(got, want) -> float:
-    """||got - want|| / ||want|| over what is finite in `want`, in float64.
+def relative_error(got, want, least: float = 0.0) -> float:
+    """||got - want|| / ||want|| over what is finite in `want`, in float64; of `least`, where ||want|| is less.
 
     NaN on either side (a reference that is NaN judges nothing), or an infinity that the other side does not have,
     is infinitely wrong. Where `want` is all zero the norm of `got` is the error.
@@ -23,7 +23,7 @@ def relative_error(got, want) -> float:
     finite = np.isfinite(want)
     if not np.array_equal(got[~finite], want[~finite]):
         return float("inf")
-    size = np.linalg.norm(want[finite])
+    size = max(np.linalg.norm(want[finite]), least)
     return float(np.linalg.norm(got[finite] - want[finite]) / (size if size else 1.0))
 
 

@@ -85,6 +85,25 @@ def test_spot_check_sees_a_wrong_row_and_a_wrong_key(mask):
         assert spot_errors(stack, problem, inputs, results)[name] > 5e-3
 
 
+@pytest.mark.parametrize("stack_name", ["jax", "torch"])
+def test_gradients_that_cancel_are_judged_by_what_cancels(stack_name):
+    """Where a row sees one key, dq and dk are 0 but for roundings of what they are the difference of."""
+    spec = ProblemSpec("causal_document", 8, 0, 1, 4, 2, 16, "float32", 3, (("documents", (1,) * 8),))
+    case = Case(stack_name, "ring", spec, 2, "zigzag")
+    errors = replay_task.check(case.record(), 4)
+    assert max(errors.values()) < 1e-6
+    stack, problem = replay_task.stack_of(stack_name), spec.problem()
+    kernel = stack.kernel("naive")
+    inputs, operands = stack.random(problem), stack.prepare(kernel, problem)
+    out, lse = kernel.forward(*inputs[:3], operands, problem.scale)
+    results = [out, lse, *kernel.backward(*inputs[:3], out, lse, inputs[3], operands, problem.scale)]
+    assert max(spot_errors(stack, problem, inputs, results).values()) < 1e-6
+    for n, name in ((2, "dq"), (3, "dk")):
+        wrong = results.copy()
+        wrong[n] = wrong[n] + 0.1
+        assert spot_errors(stack, problem, inputs, wrong)[name] > 1e-2
+
+
 def test_equal_local_problems_are_run_once():
     causal = dataclasses.replace(case_of("jax", "ring", "causal", 4, "zigzag", {}),
                                  spec=ProblemSpec("causal", 64, q_heads=2, kv_heads=1, head_dim=8, dtype="float32"))
