@@ -297,8 +297,8 @@ class Replay:
     def _group(self, worker: Worker, group: Sequence[Member]) -> Iterator[Member]:
         """Builds a group, times its cases one by one, checks some of what the first one ran; keeps what was found.
 
-        A worker ends with its group, so that its memory on the device is the next one's; T1's, of a size to be kept, is
-        asked again.
+        A worker ends with its group, so that its memory on the device is the next one's (that of a large T1 before the
+        next one's turn); T1's, of a size to be kept, is asked again.
         """
         with self._turns.together():
             found = worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
@@ -306,7 +306,7 @@ class Replay:
         with contextlib.nullcontext() if self._kept(group[0][0]) else worker:
             for n, member in enumerate(group):
                 if not isinstance(found, Failure):
-                    found = _joined(found, self._times(worker, n, member[0]))
+                    found = _joined(found, self._times(worker, n, member[0], n + 1 == len(group)))
                 if not isinstance(found, Failure) and "spot_errors" not in found:
                     found = _joined(found, self._spots(worker, member[0]))
                 self._found[member[0].key] = found
@@ -317,18 +317,24 @@ class Replay:
         """Whether a case is a T1 whose worker lives on."""
         return case.world == 1 and case.spec.problem().bytes("backward") <= HELD_BYTES
 
-    def _times(self, worker: Worker, number: int, case: cp.Case) -> Any:
+    def _times(self, worker: Worker, number: int, case: cp.Case, last: bool) -> Any:
         with self._turns.alone(self._order[case.key]), open(LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of replays at the same time one is at the device
-            found = worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
-                               protocol=dataclasses.asdict(self.settings.protocol), checked=case.world > 1)
-            if isinstance(found, Failure):
-                return found
-            one = self._ones.get(self._one(case).key)
-            if found.pop("news") and one is not None and time.monotonic() - one.when > FRESH_SECONDS:
-                again = one.worker.ask(f"{TASKS}:again", self.settings.deadline, number=one.number)
-                if not isinstance(again, Failure):
-                    one.timings, one.when = [*one.timings, again], time.monotonic()
+            found = self._timed(worker, number, case)
+            if last and case.world == 1 and not self._kept(case):
+                worker.kill()
+        return found
+
+    def _timed(self, worker: Worker, number: int, case: cp.Case) -> Any:
+        found = worker.ask(f"{TASKS}:times", self.settings.deadline, number=number,
+                           protocol=dataclasses.asdict(self.settings.protocol), checked=case.world > 1)
+        if isinstance(found, Failure):
+            return found
+        one = self._ones.get(self._one(case).key)
+        if found.pop("news") and one is not None and time.monotonic() - one.when > FRESH_SECONDS:
+            again = one.worker.ask(f"{TASKS}:again", self.settings.deadline, number=one.number)
+            if not isinstance(again, Failure):
+                one.timings, one.when = [*one.timings, again], time.monotonic()
         if self._kept(case):
             one = self._ones[case.key] = One(worker, number, found["runs"], time.monotonic())
         return found | ({"one_device_run": one.best} if one is not None else {})

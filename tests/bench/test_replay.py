@@ -143,6 +143,27 @@ def test_a_large_problem_of_one_device_gives_its_memory_back():
     assert not replay.Replay._kept(dataclasses.replace(one(1 << 10), world=8))
 
 
+def test_what_gives_its_memory_back_has_done_so_when_the_next_one_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "HELD_BYTES", 0)
+    beside = []
+
+    class Watched(replay.Replay):
+        def _timed(self, worker, number, case):
+            beside.extend(one for one in large if one is not worker and one._process is not None)
+            if case.world == 1:
+                large.append(worker)
+            return super()._timed(worker, number, case)
+
+    large: list = []
+    spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    cases = [Case("jax", "all_gather", dataclasses.replace(spec, seq_len=n), 2) for n in (128, 256)]
+    settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), False, 4)
+    with open_records(Options(settings.out)) as writer, Workers() as workers:
+        Watched(settings, workers, writer).run(cases)
+    assert [row["status"] for row in records.read(settings.out)] == ["ok"] * 4
+    assert len(large) == 2 and not beside
+
+
 def test_rows_of_other_binaries_are_left_alone(tmp_path):
     """A file may hold several kinds of rows; only a replay's own T1 is not measured again."""
     settings = replay.Settings(tmp_path / "rows.jsonl", True, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links())
