@@ -18,7 +18,7 @@ A contender stack:kernel@q_heads:kv_heads runs at heads of its own in place of -
 beside as many separate ones: --contenders=jax:vsa,jax:vsa@64:8 --against=jax:vsa --heads=64:64.
 
 Compiling takes longer than racing. Several such processes, each with masks and an --out of its own, may share a card
-through one --turns file: each compiles what needs no card while another one, alone, judges and races.
+through one --turns file: they compile at any time and judge together, but each races alone.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from rich.console import Console
 
 from bench import engine, options, program, records
 from bench.cases import STACKS, ProblemSpec, differing
-from bench.interleave import contender, interleave, judged, rates_of
+from bench.interleave import Contender, contender, interleave, judged, rates_of
 from bench.passes import Inputs
 from bench.worker_main import failure_of
 from parity.reference import Reference, reference_of, spots_of
@@ -65,7 +65,7 @@ def define() -> None:
     flags.register_validator("turns", lambda name: not name or options.writable(name),
                              message="--turns must be a file that can be written")
     options.define_out("out/peers.jsonl")
-    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    options.define_resume()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,11 @@ class Race:
         """Judges and races all contenders that take a problem; the status is the worst that befell one of them."""
         if self._turns:
             self._build(spec, which)
-        with self._turn():
-            return self._raced(spec, which)
+        with self._card(fcntl.LOCK_SH):
+            row, ready, flops = self._judge(spec, which)
+        with self._card(fcntl.LOCK_EX):
+            found = interleave(ready, *self._timing)
+        return row | rates_of(flops, found, self._against)
 
     def _build(self, spec: ProblemSpec, which: str) -> None:
         """Compiles what can be compiled without the card; what fails here fails again, and is told, in the race."""
@@ -157,17 +160,18 @@ class Race:
                     stack.build(kernel, problem, passes)
 
     @contextlib.contextmanager
-    def _turn(self):
-        """Alone on the machine, as far as processes with the same --turns go."""
+    def _card(self, lock: int):
+        """The card, among others that judge (LOCK_SH) or alone (LOCK_EX): processes of the same --turns file."""
         if not self._turns:
             yield
             return
         Path(self._turns).parent.mkdir(parents=True, exist_ok=True)
         with open(self._turns, "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(file, lock)  # until the file is closed
             yield
 
-    def _raced(self, spec: ProblemSpec, which: str) -> dict[str, Any]:
+    def _judge(self, spec: ProblemSpec, which: str) -> tuple[dict[str, Any], list[Contender], dict[str, int]]:
+        """A row so far, the contenders that are right, and the FLOPs of each."""
         ready, flops, specs = [], {}, [e.spec(spec) for e in self._entrants]
         self._references = {s.label: self._references[s.label] for s in specs if s.label in self._references}
         case: dict[str, Any] = {"pass": which, "contenders": [e.name for e in self._entrants]}
@@ -194,7 +198,7 @@ class Race:
                 ready.append(dataclasses.replace(made, name=name))
                 flops[name] = problem.flops(which)
         row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in row["failed"].items())
-        return row | rates_of(flops, interleave(ready, *self._timing), self._against)
+        return row, ready, flops
 
     def _judged(self, entrant: Entrant, spec: ProblemSpec, problem, which: str):
         stack, sample = self._stacks[entrant.stack], spots_of(problem)
@@ -218,7 +222,7 @@ def main() -> int:
     entrants, specs = entrants_of(values), specs_of(values)
     passes = options.choose("passes", values.passes, PASSES)
     console = Console(highlight=False, soft_wrap=True)
-    with engine.open_records(engine.Options(Path(values.out), values.resume)) as writer:
+    with engine.open_records(engine.Options(Path(values.out), *options.resumption(values))) as writer:
         race = Race(entrants, values.against, values.rounds, values.seconds, values.warm_up, values.turns)
         for spec in specs:
             for which in passes:

@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import subprocess
 import sys
-import time
+import threading
 import types
 
 import pytest
@@ -67,24 +67,31 @@ def test_a_contender_at_heads_of_its_own_races_under_its_own_reference_and_flops
         assert row["key"].endswith("torch:naive+torch:naive@4:2")
 
 
-def test_races_that_share_a_turns_file_do_not_overlap(tmp_path, monkeypatch):
-    at_once, most = [], []
+def test_races_that_share_a_turns_file_judge_together_and_race_alone(tmp_path, monkeypatch):
+    class Most:
+        """Counts who is at it at once; goes on when two are, or after a while."""
 
-    def raced(self, spec, which):
-        at_once.append(1)
-        most.append(len(at_once))
-        time.sleep(0.05)
-        at_once.pop()
-        return {}
+        def __init__(self):
+            self.now, self.most, self.changed = 0, 0, threading.Condition()
 
-    monkeypatch.setattr(peers.Race, "_raced", raced)
+        def __call__(self, result):
+            with self.changed:
+                self.now += 1
+                self.most = max(self.most, self.now)
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.most > 1, timeout=0.2)
+                self.now -= 1
+            return result
+
     spec = ProblemSpec("causal", 64, q_heads=2, kv_heads=2, head_dim=32)
     for turns, want in ((str(tmp_path / "turns"), 1), ("", 2)):
-        most.clear()
+        judging, racing = Most(), Most()
+        monkeypatch.setattr(peers.Race, "_judge", lambda *args, at=judging: at(({}, [], {})))
+        monkeypatch.setattr(peers, "interleave", lambda *args, at=racing: at({}))
         races = [peers.Race([peers.Entrant("torch", "naive")], "torch:naive", 1, 0, 0, turns) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(lambda race: race.row(spec, "forward"), races))
-        assert max(most) == want
+        assert (judging.most, racing.most) == (2, want)
 
 
 VALUES = {"contenders": ["torch:naive"], "masks": ["causal"], "seqlens": ["8K"], "heads": ["64:8"], "head_dim": 64,
