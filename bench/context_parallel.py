@@ -203,7 +203,7 @@ class Jobs:
         return [(case, key) for case, key in wanted if key not in done]
 
     def _done(self) -> set[str]:
-        return {row["key"] for row in records.read(self.out)}
+        return records.keys(self.out)
 
     def _job(self, world: int, left: Sequence[cp.Case], until: float, turn: Path | None) -> None:
         stack, before = left[0].stack, self._done()
@@ -266,11 +266,11 @@ def main() -> int:
     values = flags.FLAGS
     cases = cases_of(values)
     request = request_of(values, cases)
-    out = Path(values.out)
+    out, going_on = Path(values.out), options.resumption(values)
     jobs = Jobs(out, request, values.deadline, values.hosts, values.host, values.coordinator, values.ahead,
                 values.budget or math.inf)
     signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
-    with contextlib.nullcontext() if values.host else engine.open_records(engine.Options(out, values.resume)):
+    with contextlib.nullcontext() if values.host else engine.open_records(engine.Options(out, *going_on)):
         jobs.run(cases)
     rows = records.read(out)
     bad = [row for row in rows if row["status"] in ("mismatch", "error", "timeout")]

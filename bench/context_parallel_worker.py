@@ -306,7 +306,8 @@ def run(job: Job, out: str) -> None:
 
 def _rows_before(out: str) -> dict[str, dict[str, Any] | None]:
     """Keys of the rows that the file has, with those of links as they are."""
-    return {row["key"]: row if row["kind"] == "links" else None for row in records.read(out)}
+    stand = records.keys(out)
+    return {row["key"]: row if row["kind"] == "links" else None for row in records.read(out) if row["key"] in stand}
 
 
 def checks_of(path: str) -> dict[str, dict[str, Any]]:

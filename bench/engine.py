@@ -43,6 +43,7 @@ class Options:
 
     Attributes:
       out: record file; resume: whether rows that it has are kept and skipped.
+      again: tells of a row that it has, with its key, whether it is asked again all the same.
       deadline: seconds a row may take, building and compiling included.
       memory: bytes a worker may hold privately, None for no limit.
       protocol: how long to time; timed: False checks only.
@@ -57,6 +58,7 @@ class Options:
 
     out: Path
     resume: bool = False
+    again: Callable[[dict[str, Any]], bool] | None = None
     deadline: float = 180.0
     memory: int | None = None
     protocol: Protocol = Protocol()
@@ -70,7 +72,7 @@ class Options:
 
 def open_records(options: Options) -> records.Writer:
     """The record file; ValueError where it holds rows and the run is no resumption."""
-    writer = records.Writer(options.out, alone=True)
+    writer = records.Writer(options.out, alone=True, again=options.again)
     if writer.keys and not options.resume:
         writer.close()
         raise ValueError(f"--out: {options.out} holds {len(writer.keys)} rows; give --resume to go on, or another file")
@@ -369,7 +371,7 @@ class Session(contextlib.ExitStack):
         for dtype in sorted({case.spec.dtype for case in cases}) if self.options.timed else ():
             ceilings.peak(dtype)
         for row in records.read(self.options.out):
-            if row["kind"] == "attention":
+            if row["kind"] == "attention" and row["key"] in self.writer.keys:
                 flag(row, self._seen)
                 self._shorter.add(row)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+TREE = Path(__file__).parents[1]
+
 
 @functools.cache
 def machine() -> dict[str, Any]:
@@ -30,7 +32,23 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown"
+    return _git("rev-parse", "--short", "HEAD") or "unknown"
+
+
+@functools.cache
+def came_of(commit: str, ancestor: str) -> bool:
+    """Whether a commit is `ancestor` or came of it; False for one that this tree does not know.
+
+    Raises ValueError where the tree does not know `ancestor`.
+    """
+    found = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{ancestor}^{{commit}}")
+    if not found:
+        raise ValueError(f"{ancestor!r} is no commit of this tree")
+    return _git("merge-base", found, commit) == found
+
+
+def _git(*command: str) -> str:
+    return _output("git", "-C", str(TREE), *command)
 
 
 def _output(*command: str) -> str:

@@ -4,7 +4,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from absl import flags
 
 import jax_impl.kernels
 import torch_impl.kernels
+from bench import environment
 from bench.cases import DRAWN_MASKS, STACKS, Case, ProblemSpec, differing
 from bench.engine import Options
 from bench.timing import Protocol
@@ -22,6 +23,8 @@ from workload.suite import ALL_BUILDERS
 
 KERNELS = {"jax": jax_impl.kernels.NAMES, "torch": torch_impl.kernels.NAMES}
 ALL_KERNELS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
+AGAIN: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "failed": lambda row: row["status"] not in ("ok", "unsupported"), "all": lambda row: True}
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 flags.disclaim_key_flags()  # --help of a binary shows what it defines through here
@@ -191,9 +194,36 @@ def define_measuring(out: str, deadline: float) -> None:
     flags.DEFINE_enum("dtype", "bfloat16", list(ITEM_BYTES), "Of q, k, v, out and the gradients.")
     flags.DEFINE_integer("seed", 0, "First seed of documents, mask parameters and inputs.", lower_bound=0)
     define_out(out)
-    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    define_resume()
     define_float("deadline", deadline, "Seconds a row may take, compilation included.", lower_bound=1)
     define_float("seconds", 1.0, "Seconds after which a row takes no further sample.", lower_bound=0.001)
+
+
+def define_resume() -> None:
+    """Defines the flags of a run that goes on with a record file; see `resumption`."""
+    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    flags.DEFINE_list("again", [], "Go on, and of the rows that this run is to make also make those anew that --out "
+                      "has and that are: failed (neither ok nor unsupported), before:COMMIT (made by a tree without "
+                      "that commit), or all. An old row stays until there is a new one.")
+
+
+def resumption(values: flags.FlagValues) -> tuple[bool, Callable[[dict[str, Any]], bool] | None]:
+    """`resume` and `again` of `engine.Options`, from the flags of `define_resume`. ValueError names the flag."""
+    asked = [_again(text) for text in values.again]
+    return values.resume or bool(asked), (lambda row: any(one(row) for one in asked)) if asked else None
+
+
+def _again(text: str) -> Callable[[dict[str, Any]], bool]:
+    if text in AGAIN:
+        return AGAIN[text]
+    kind, _, commit = text.partition(":")
+    if kind != "before":
+        raise ValueError(f"--again: {text!r} is none of {', '.join(AGAIN)}, before:COMMIT")
+    try:
+        environment.came_of(commit, commit)
+    except ValueError as problem:
+        raise ValueError(f"--again: {problem}") from problem
+    return lambda row: not environment.came_of(row["environment"].get("commit", "unknown"), commit)
 
 
 def numbers(label: str, texts: Sequence[str]) -> list[int]:
@@ -261,7 +291,7 @@ def documents(text: str, seqlens: Sequence[int]) -> str | tuple[int, ...]:
 def options(values: flags.FlagValues) -> Options:
     """How the run goes, from the flags."""
     return Options(
-        Path(values.out), values.resume, values.deadline, int(values.memory_gib * 2**30) or None,
+        Path(values.out), *resumption(values), values.deadline, int(values.memory_gib * 2**30) or None,
         Protocol(samples=values.samples, least=min(3, values.samples), seconds=values.seconds),
         seconds=values.budget or math.inf, workers=values.workers, patience=values.patience or None,
         longest=tuple(_longest(text) for text in values.longest))

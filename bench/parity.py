@@ -56,7 +56,7 @@ def define() -> None:
                          "ranks; 0: as suits the machine.", lower_bound=0)
     options.define_float("seconds", 0.0, "No further cell is begun after this; 0: no limit.", lower_bound=0)
     options.define_out("out/parity.jsonl")
-    flags.DEFINE_bool("resume", False, "Keep the rows that --out has and go on.")
+    options.define_resume()
     flags.DEFINE_bool("status", False, "Tells how much of the matrix --out holds, and runs nothing.")
     options.define_float("deadline", 180.0, "Seconds a step of a cell may take.", lower_bound=1)
 
@@ -87,7 +87,7 @@ def run(values: flags.FlagValues, console: Console) -> tuple[list[dict], int]:
     asks = bool(kernels) or not values.jobs or "machine" in (*values.shapes, *values.worlds)  # what machine it is
     with contextlib.ExitStack() as held:
         out = Path(values.out)
-        writer = held.enter_context(engine.open_records(engine.Options(out, values.resume)))
+        writer = held.enter_context(engine.open_records(engine.Options(out, *options.resumption(values))))
         workers = [held.enter_context(engine.Workers()) for _ in range((values.jobs if kernels else 0) or 1)]
         judges = [held.enter_context(Worker("judge")) for _ in range(MOST_JUDGES)]
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(len(workers) + MOST_JUDGES))

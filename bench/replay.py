@@ -22,7 +22,7 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Settings:
     """How a replay goes.
 
     Attributes:
-      out, resume, deadline: as in `engine.Options`.
+      out, resume, again, deadline: as in `engine.Options`.
       ranks: ranks run a step, the busiest first; 0 for all.
       protocol: how long a local problem is timed.
       flop_limit: FLOPs of the longest pass that T1 may run.
@@ -78,6 +78,7 @@ class Settings:
     check: bool = True
     workers: int = 1
     rate: float = 0.0
+    again: Callable[[dict[str, Any]], bool] | None = None
 
 
 def define() -> None:
@@ -125,8 +126,10 @@ def settings_of(values: flags.FlagValues) -> Settings:
     except ValueError as problem:
         raise ValueError(f"--link_{problem}") from problem
     protocol = Protocol(samples=5, least=2, seconds=values.seconds)
-    return Settings(Path(values.out), values.resume, values.deadline, values.ranks_per_step, protocol,
-                    values.flop_limit, links, values.check, values.workers, values.estimate_rate)
+    resume, again = options.resumption(values)
+    return Settings(Path(values.out), resume, values.deadline, values.ranks_per_step, protocol,
+                    values.flop_limit, links, values.check, values.workers, values.estimate_rate,
+                    again)
 
 
 def shape_key(case: cp.Case, schedule: Schedule) -> tuple:
@@ -218,7 +221,8 @@ class Replay:
     def __init__(self, settings: Settings, workers: engine.Workers, writer: records.Writer):
         self.settings, self.workers, self.writer = settings, workers, writer
         self._found: dict[str, dict[str, Any] | Failure] = {  # T1 of an interrupted run is not measured again
-            row["key"]: row for row in records.select(records.read(writer.path), kind=self.kind, status="ok", world=1)}
+            row["key"]: row for row in records.select(records.read(writer.path), kind=self.kind, status="ok", world=1)
+            if row["key"] in writer.keys}
         self._checked: dict[tuple, Any] = {}
         self._turns, self._order = Turns(), dict[str, int]()
         self._ones: dict[str, One] = {}
@@ -453,7 +457,8 @@ def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     values = flags.FLAGS
     cases, settings = cases_of(values), settings_of(values)
-    with engine.open_records(engine.Options(settings.out, settings.resume)) as writer, engine.Workers() as workers:
+    with engine.open_records(engine.Options(settings.out, settings.resume, settings.again)) as writer, \
+            engine.Workers() as workers:
         (Estimate if settings.rate else Replay)(settings, workers, writer).run(cases)
     bad = [row for row in records.read(settings.out) if row["status"] in ("mismatch", "error", "timeout")]
     return 1 if bad else 0

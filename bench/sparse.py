@@ -9,6 +9,7 @@ table at the end has each row's speed-up: the dense kernel's time under the full
 blocks (pooled scores, top-k, top-p) is timed in rows, and shown in a table, of its own.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def cases(values: flags.FlagValues) -> list[Case]:
 def time_selection(chosen: Sequence[Case], settings: engine.Options) -> None:
     """Adds a row for each stack, problem and step of the selection that the file lacks."""
     todo = {(case.stack, case.spec): case for case in chosen if case.spec.mask in DYNAMIC_MASKS}
-    with records.Writer(settings.out) as writer, engine.Workers(settings.memory) as workers:
+    going_on = dataclasses.replace(settings, resume=True)
+    with engine.open_records(going_on) as writer, engine.Workers(settings.memory) as workers:
         for (stack, spec), case in todo.items():
             for step in STEPS:
                 key = f"selection/{stack}/{step}/{spec.label}"

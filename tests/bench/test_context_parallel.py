@@ -128,6 +128,28 @@ def test_stacks_measure_in_turn(tmp_path, monkeypatch, ahead):
     assert (told.index(("jax", "begins")) < told.index(("torch", "ends"))) == ahead
 
 
+def test_a_row_that_is_asked_again_is_run_once(tmp_path, monkeypatch):
+    """By ranks, which write beside the run that has the file open."""
+    out, jobs = tmp_path / "rows.jsonl", []
+
+    def spawn(command, ranks, **options):
+        request = json.loads(Path(command[-2]).read_text())
+        jobs.append([case["scheme"] for case in request["cases"]])
+        with records.Writer(out) as writer:
+            for fields in request["cases"]:
+                writer.write(row_of(from_record(fields)))
+        return [""]
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    with records.Writer(out) as writer:
+        for case in CASES:
+            writer.write(row_of(case) | {"n": 1})
+    with records.Writer(out, alone=True, again=lambda row: row["case"]["scheme"] == "usp"):
+        context_parallel.Jobs(out, {}, 5.0).run(CASES)
+    assert jobs == [["usp"]] and [(row["key"], row.get("n")) for row in records.read(out)] == \
+        [(case.key, None if case.scheme == "usp" else 1) for case in CASES]
+
+
 def test_ranks_that_are_ended_with_the_run_are_no_failure(tmp_path, monkeypatch, capsys):
     def spawn(*_, **__):
         run.stop()

@@ -72,6 +72,27 @@ def test_an_interrupt_ends_a_run_at_once_and_costs_no_row(tmp_path):
     assert [row["status"] for row in records.read(out)] == ["ok"] * 3
 
 
+def test_rows_that_failed_are_asked_again(tmp_path, answers):
+    """Alone; at a longer length they say nothing any more, and what fails again is there once."""
+    spans, special = answers
+    run = [Case("torch", "naive", which, dataclasses.replace(SPEC, q_len=0, seq_len=n))
+           for n in (40, 80) for which in ("forward", "backward")]
+
+    def broken(arguments):
+        return engine.Failure("out_of_memory", "none is left") if arguments["case"]["pass"] == "backward" else \
+            ANSWERS["clock"]
+
+    special["clock"] = broken
+    how = engine.Options(tmp_path / "r.jsonl", patience=1e9)
+    first = {row["key"]: row["status"] for row in engine.run(run, how)}
+    assert [first[case.key] for case in run] == ["ok", "out_of_memory"] * 2 and len(spans["clock"]) == 3
+    again = dataclasses.replace(how, resume=True, again=lambda row: row["status"] != "ok")
+    assert {row["key"]: row["status"] for row in engine.run(run, again)} == first and len(spans["clock"]) == 4
+    del special["clock"]
+    assert {row["status"] for row in engine.run(run, again)} == {"ok"} and len(spans["clock"]) == 6
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 5  # a ceiling
+
+
 def test_no_row_is_begun_after_the_time_is_up(tmp_path, monkeypatch, capsys):
     class Slow(engine.Session):
         def start(self, cases):

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
+
+from bench import environment, options
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -38,6 +41,8 @@ def refused(binary, *flags):
     ("context_parallel", ["--host=3"], "--host: 3 of 1"),
     ("context_parallel", ["--hosts=2", "--coordinator=here"], "--coordinator: 'here'"),
     ("context_parallel", ["--hosts=2", "--worlds=3", "--coordinator=h:1"], "--hosts: 2 does not divide the world 3"),
+    ("dense", ["--again=broken"], "--again: 'broken' is none of failed, all, before:COMMIT"),
+    ("peers", ["--again=failed,before:none-such"], "--again: 'none-such' is no commit of this tree"),
     ("peers", ["--against=naive"], "--against: 'naive'"), ("peers", ["--turns=/proc/t"], "--turns must be a file"),
     ("tune_flashmask", ["--tiles=64"], "--tiles: '64'"), ("tune_flashmask", ["--parts=dq"], "--parts: 'dq'"),
     ("mask_building", ["--seqlen=8Q"], "--seqlen must be a positive number of tokens"),
@@ -66,3 +71,26 @@ def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(tmp_pat
 def test_help_shows_every_flag_of_a_binary(binary, shared):
     done = subprocess.run([sys.executable, "-m", f"bench.{binary}", "--help"], capture_output=True, text=True)
     assert all(f"--{name}:" in done.stdout for name in shared), done.stdout
+
+
+def test_rows_of_trees_before_a_commit_are_asked_again(tmp_path, monkeypatch):
+    """Also those whose tree nobody knows; a row of a later commit stays, whatever changed since."""
+    def git(*command):
+        return subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *command],
+                              check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for name in "abc":
+        git("commit", "-q", "--allow-empty", "-m", name)
+        commits.append(git("rev-parse", "--short", "HEAD"))
+    monkeypatch.setattr(environment, "TREE", tmp_path)
+    values = flags.FlagValues()
+    flags.DEFINE_bool("resume", False, "", flag_values=values)
+    flags.DEFINE_list("again", [], "", flag_values=values)
+    values(["program", f"--again=failed,before:{commits[1]}"])
+    resume, again = options.resumption(values)
+    rows = [("ok", commit) for commit in (*commits, "unknown", "0" * 7)] + [("timeout", commits[2])]
+    assert resume and [again({"status": status, "environment": {"commit": commit}}) for status, commit in rows] == \
+        [True, False, False, True, True, True]
+    assert again({"status": "unsupported", "environment": {}})

@@ -79,6 +79,31 @@ def test_two_runs_do_not_write_one_file(tmp_path):
         assert again.keys == {"a"}
 
 
+def test_a_row_that_is_asked_again_stays_until_there_is_a_new_one(tmp_path):
+    """A run that is killed leaves the old row in its place, and nothing for the next one to ask again."""
+    path, killed = tmp_path / "r.jsonl", tmp_path / "killed.jsonl"
+    with records.Writer(path) as writer:
+        for key in "abc":
+            writer.write(row(key, "ok" if key == "b" else "error"))
+    whole = path.read_bytes()
+    failed = {"alone": True, "again": lambda r: r["status"] == "error"}
+    with records.Writer(path, **failed) as writer:
+        assert writer.keys == records.keys(path) == {"b"} and len(records.read(path)) == 3
+        with pytest.raises(ValueError, match="key: 'b'"):
+            writer.write(row("b"))
+        with records.Writer(path) as rank:
+            rank.write(row("a", n=1))
+        assert records.keys(path) == {"a", "b"}
+        killed.write_bytes(path.read_bytes())
+    for left in (path, killed):
+        assert [(r["key"], r["status"], r.get("n")) for r in records.read(left)] == \
+            [("a", "ok", 1), ("b", "ok", None), ("c", "error", None)]
+    assert path.read_bytes().splitlines()[1:] == whole.splitlines()[1:] and len(killed.read_bytes().splitlines()) == 5
+    with records.Writer(killed, alone=True) as writer:
+        assert writer.keys == records.keys(killed) == {"a", "b", "c"}
+    assert killed.read_bytes() == path.read_bytes() and sorted(tmp_path.iterdir()) == [killed, path]
+
+
 @pytest.mark.parametrize("room", [0, 30])
 def test_a_file_that_cannot_grow_keeps_whole_rows(tmp_path, room):
     """As on a full disk: told in words, and the file goes on when there is space again."""
