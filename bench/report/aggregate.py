@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workload.suite import ALL_BUILDERS
+from workload.capability import DYNAMIC_MASKS
+from workload.suite import ALL_BUILDERS, SuiteSettings
 
 Row = dict[str, Any]
 FAIR = 0.8
@@ -69,12 +70,19 @@ class Entry:
 
 
 def shape_of(case: Row) -> str:
-    """Heads and their size, then batch, rows and settings where they are not the plain ones."""
-    heads = f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"
-    batch = f" batch {case['batch']}" if case.get("batch", 1) > 1 else ""
-    rows = f" q_len {case['q_len']}" if case.get("q_len") else ""
-    extra = "".join(f" {k}={v}" for k, v in case.get("settings", {}).items())
-    return f"{heads}{batch}{rows}{extra}"
+    """Heads and their size, blocks of a dynamic mask, then batch, rows and settings where they are not the plain ones.
+
+    >>> shape_of({"mask": "uniform_block", "q_heads": 8, "kv_heads": 2, "head_dim": 64, "settings": {"density": 0.2}})
+    '8:2 heads of 64, blocks of 128, density 0.2'
+    """
+    settings = dict(case.get("settings", {}))
+    blocks, density = (settings.pop(n, getattr(SuiteSettings, n)) for n in ("sparse_block", "density"))
+    parts = [f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"]
+    if case["mask"] in DYNAMIC_MASKS:
+        parts += [f"blocks of {blocks}", *([] if density is None else [f"density {density:g}"])]
+    parts += [f"batch {case['batch']}"] if case.get("batch", 1) > 1 else []
+    parts += [f"{case['q_len']} queries"] if case.get("q_len") else []
+    return ", ".join([*parts, *(f"{k}={v}" for k, v in settings.items())])
 
 
 def bandwidths(rows: Iterable[Row]) -> float | None:

@@ -8,6 +8,7 @@ from bench import options
 from bench.cases import STACKS
 from bench.report import aggregate, page, peers, pictures
 from bench.report.pictures import length
+from bench.report.tables import NAMES
 from workload.masks import STATIC_MASKS
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
@@ -17,7 +18,7 @@ Place = tuple[str, str, str, int, str]  # shape, dtype, mask, tokens, stack
 Seconds = dict[str, dict[str, float]]  # of a pass, by kernel
 CLOSE = 0.05
 SERIOUS = 1.1
-NAMES = {"jax": "JAX", "torch": "PyTorch"}
+AT_HAND = ("own", "jax", "torch", "cuDNN fused attention through jax", "flash-attn 2 where installed, else")  # sources
 TRAINING = PASSES
 QUESTIONS = ((TRAINING, "Training: forward and backward"), (PASSES[:1], "Forward alone"))
 
@@ -41,7 +42,8 @@ def seconds(rows: Sequence[Row]) -> dict[Place, Seconds]:
             if kernel in options.KERNELS.get(stack, ()) and row["spread"][name] <= peers.STEADY:
                 place = aggregate.shape_of(case), case["dtype"], case["mask"], case["seq_len"], stack
                 turns.setdefault(place, {}).setdefault(kernel, {})[case["pass"]] = row["flops"] / tflops / 1e12
-    return {place: max(turns.get(place, {}), alone.get(place, {}), key=len) for place in {**alone, **turns}}
+    return {place: max(turns.get(place, {}), alone.get(place, {}), key=lambda found: (
+        len(whole_seconds(found, TRAINING)), len(found))) for place in {**alone, **turns}}
 
 
 def whole_seconds(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> dict[str, float]:
@@ -77,43 +79,58 @@ def _line(place: Place) -> tuple:
     return (*place[:3], place[4])
 
 
-def section(rows: Sequence[Row]) -> str:
-    """HTML; empty where no two kernels were timed.
+def telling(every: Mapping[Place, Seconds]) -> dict[Place, Seconds]:
+    """The places of the shape and dtype with most timings whose fastest kernel is known; none if no two were timed.
 
     A place where a serious contender was not timed has no winner: a slow one would look like it.
     """
-    every = seconds(rows)
     found = {place: kernels for place, kernels in every.items() if len(kernels) > 1}
     timed = Counter((place[0], place[1]) for place, kernels in found.items() for _ in kernels
                     if place[2] in STATIC_MASKS)
-    if not timed:
-        return ""
-    shape, dtype = timed.most_common(1)[0][0]
     needed = serious(found)
-    found = {place: kernels for place, kernels in found.items()
-             if needed[_line(place)] <= set(whole_seconds(kernels, TRAINING))}
-    here = {place: kernels for place, kernels in found.items() if place[:2] == (shape, dtype)}
+    return {place: kernels for place, kernels in found.items()
+            if place[:2] == timed.most_common(1)[0][0]
+            and needed[_line(place)] <= set(whole_seconds(kernels, TRAINING))} if timed else {}
+
+
+def section(rows: Sequence[Row]) -> str:
+    """HTML; empty where no two kernels were timed."""
+    every = seconds(rows)
+    here = telling(every)
+    if not here:
+        return ""
+    shape, dtype, *_ = next(iter(here))
     note = (
         f"<p>The fastest kernel of each stack by mask and length, for {page.esc(shape)}, {page.esc(dtype)}; kernels "
         f"within {CLOSE:.0%} of it are named behind it, for two runs differ by as much. A place is empty where one "
         f"was not timed that elsewhere comes within {SERIOUS:g} times the fastest. Point at a cell for times. What the "
         'names stand for and what each refuses <a href="#capability">is told below</a>.</p>')
     opened, folded = (_tables(here, passes, title) for passes, title in QUESTIONS)
-    return (note + _rule(here) + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
+    return (note + opened + f"<details><summary>{QUESTIONS[1][1]}</summary>{folded}</details>"
             + _blocks(every))
 
 
-def _rule(here: Mapping[Place, Seconds]) -> str:
-    """Which kernels lead most often."""
-    lines = []
+def answers(rows: Sequence[Row]) -> list[str]:
+    """Which kernels lead most often, a line of text for each stack, and for what a stack has without other packages."""
+    here, lines = telling(seconds(rows)), []
+    foreign = {(e.stack, e.kernel) for e in aggregate.entries(rows) if e.source and not e.source.startswith(AT_HAND)}
     for stack in STACKS:
-        leaders = [fastest(kernels, TRAINING) for place, kernels in here.items() if place[4] == stack]
-        count = Counter(kernel for names in leaders for kernel in names)
-        places = sum(bool(names) for names in leaders)
-        if places:
-            told = ", ".join(f"<b>{page.esc(kernel)}</b> in {n}" for kernel, n in count.most_common(3))
-            lines.append(f"<li>{NAMES[stack]}: of {places} places, first or within {CLOSE:.0%} of it are {told}.</li>")
-    return f"<ul>{''.join(lines)}</ul>" if lines else ""
+        kernels = {place: times for place, times in here.items() if place[4] == stack}
+        plain = {place: {k: s for k, s in times.items() if (stack, k) not in foreign}
+                 for place, times in kernels.items()}
+        some = [(f"Training in {NAMES[stack]}", kernels)]
+        some += [("without further packages", plain)] if plain != kernels else []
+        told = [f"{where}, {found}" for where, times in some if (found := _leaders(list(times.values())))]
+        lines += ["; ".join(told) + "."] if told else []
+    return lines
+
+
+def _leaders(places: Sequence[Seconds]) -> str:
+    """The kernels that are first or close to it most often, in words."""
+    leaders = [names for kernels in places if (names := fastest(kernels, TRAINING))]
+    count = Counter(kernel for names in leaders for kernel in names).most_common(3)
+    told = ", ".join(f"{kernel} in {n}" for kernel, n in count)
+    return f"first or within {CLOSE:.0%} of it at {len(leaders)} masks and lengths: {told}" if count else ""
 
 
 def _tables(here: Mapping[Place, Seconds], passes: Sequence[str], title: str) -> str:
@@ -134,7 +151,7 @@ def _blocks(found: Mapping[Place, Seconds]) -> str:
     """The masks of blocks, a line a setting."""
     lines: dict[tuple, dict[str, str]] = {}
     for (shape, _, mask, n, stack), kernels in sorted(found.items()):
-        cell = _cell(kernels, TRAINING)
+        cell = _cell(kernels, TRAINING, timed=True)
         if mask not in STATIC_MASKS and cell:
             lines.setdefault((mask, n, shape), {})[stack] = cell
     if not lines:
@@ -142,12 +159,12 @@ def _blocks(found: Mapping[Place, Seconds]) -> str:
     body = [[f"{mask}, {length(n)}, {shape}", *(cells.get(s, '<td class="none"></td>') for s in STACKS)]
             for (mask, n, shape), cells in lines.items()]
     return ("<h3>Masks of blocks: forward and backward</h3><p class='soft'>The fastest of those that take the block "
-            "and were timed, also where it is one alone; blocks are of 128 where no size is told.</p>"
+            "and were timed, also where it is one alone, and the ms of both passes.</p>"
             + page.table(["setting", *NAMES.values()], body))
 
 
-def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> str:
-    """The fastest kernels; the colour is the first one's."""
+def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str], timed: bool = False) -> str:
+    """The fastest kernels; the colour is the first one's. timed: and the time of the first."""
     leaders = fastest(kernels, passes)
     if not leaders:
         return ""
@@ -155,4 +172,4 @@ def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str]) -> 
     told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in every)
     colour = pictures.kernel_colour(next(iter(leaders)))
     return (f'<td class="names" style="background: {colour}44" title="{page.esc(told)}">'
-            f"{page.esc(', '.join(leaders))}</td>")
+            f"{page.esc(', '.join(leaders))}{f' {1e3 * next(iter(leaders.values())):.3g}' if timed else ''}</td>")

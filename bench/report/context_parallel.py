@@ -1,14 +1,17 @@
 """The context-parallel part of the page: efficiencies, their causes, timelines. From replay and real rows alike."""
 
+import csv
+import io
 from collections.abc import Sequence
 
 from bench.report import aggregate, page, pictures, ranks, ring, timeline
 from bench.report.efficiency import HOW, KINDS, Row, efficiency, overall, plan, rows_of, seconds
-from bench.report.tables import grid, number
+from bench.report.tables import NAMES, grid, number
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
 CLOSE, TELLING_SCHEMES = 0.03, 3
+TELLING_MASKS = ("causal", "causal_document")
 EVIDENCE = ("real", "replay", "estimate")
 
 
@@ -114,6 +117,14 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, ranks.markdown(rows), "### Context parallelism, every row\n", grid(HEAD, body), ""])
 
 
+def as_csv(rows: Sequence[Row]) -> str:
+    """Every row with its cause, in `HEAD`'s columns."""
+    out = io.StringIO()
+    lines = zip(table_rows(rows), sorted(rows_of(rows), key=_order), strict=True)
+    csv.writer(out, lineterminator="\n").writerows([(*HEAD, "why"), *((*line, cause(row)) for line, row in lines)])
+    return out.getvalue()
+
+
 AGREEMENT = ("scheme", "mask", "world", "sharding", "tokens checked", "JAX", "PyTorch", "verdict")
 
 
@@ -157,16 +168,24 @@ def section(rows: Sequence[Row]) -> str:
         body.append([*cells, f'<td class="text">{page.esc(cause(row))}</td>'])
     return (
         "<p>E is the time of one device for the whole problem over (ranks &times; the time of the slowest rank): 1 is "
-        "perfect. A <em>replay</em> runs every rank's local work on one device and adds the links that its flags "
-        "describe; an <em>estimate</em> counts tiles in place of running them; <em>real</em> ranks are measured. "
-        "<em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, as a "
-        "ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved over "
-        "bytes needed.</p>"
+        "perfect. A <em>replay</em> runs every rank's local work on one device and adds links "
+        f"{_links(found)}; an <em>estimate</em> counts tiles in place of running them; <em>real</em> ranks are "
+        "measured. <em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, "
+        "as a ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved "
+        "over bytes needed.</p>"
         + ring.section(found) + _choice(found) + _pivot_tables(found)
         + f"<details><summary>{len(body)} rows, each with its cause"
         f"</summary>{page.table([*(h.replace(' ', '|') for h in HEAD), 'why'], body)}</details>" + _timelines(found)
         + ranks.section(rows) + _agreement(found)
     )
+
+
+def _links(found: Sequence[Row]) -> str:
+    """The links of the replays, in words."""
+    known = {tuple(row["links"][name] / 1e9 for name in ("inner_bandwidth", "outer_bandwidth")) for row in found
+             if timeline.replayed(row) and row.get("links")}
+    speeds = "; ".join(f"{inner:.0f} GB/s inside a node, {outer:.0f} between" for inner, outer in sorted(known))
+    return f"as fast as its flags say ({speeds})" if speeds else "as fast as its flags say"
 
 
 def _agreement(found: Sequence[Row]) -> str:
@@ -178,36 +197,55 @@ def _agreement(found: Sequence[Row]) -> str:
             f"</summary>{page.table(AGREEMENT, lines)}</details>")
 
 
-def _choice(found: Sequence[Row]) -> str:
-    """The best scheme of each mask, a column for each size of job and stack: as it ran, else replayed, else estimated.
+def choices(found: Sequence[Row]) -> dict[tuple[int, int, str], dict[str, list[Row]]]:
+    """(world, tokens, stack) -> mask -> the schemes' rows, the best first: as they ran, else replayed, else estimated.
 
     Where fewer than TELLING_SCHEMES were tried the best is not known.
     """
-    columns: dict[tuple, dict[str, str]] = {}
+    columns: dict[tuple[int, int, str], dict[str, list[Row]]] = {}
     ranked = sorted(grouped(found).items(), key=lambda x: (x[0][:3], EVIDENCE.index(x[0][3])))
-    for (world, tokens, stack, kind), cells in ranked:
+    for (world, tokens, stack, _), cells in ranked:
         for mask in ALL_BUILDERS:
             ran = sorted((row for (m, _), row in cells.items() if m == mask), key=lambda row: -(overall(row) or 0))
             if len(ran) >= TELLING_SCHEMES:
-                columns.setdefault((world, tokens, stack), {}).setdefault(mask, _best_cell(ran, kind))
+                columns.setdefault((world, tokens, stack), {}).setdefault(mask, ran)
+    return columns
+
+
+def answers(rows: Sequence[Row]) -> list[str]:
+    """The best scheme by the number of ranks, under the masks that most train with; a line of text for each stack."""
+    told: dict[str, dict[str, list[str]]] = {}
+    for (world, _, stack), of_mask in choices(rows_of(rows)).items():
+        for mask in TELLING_MASKS:
+            if ran := of_mask.get(mask):
+                best = f"{ran[0]['case']['scheme']} on {world} ranks ({overall(ran[0]):.2f}, {HOW[ran[0]['kind']]})"
+                told.setdefault(stack, {}).setdefault(mask, []).append(best)
+    return [f"{NAMES[stack]}: " + "; ".join(f"{mask} {', '.join(best)}" for mask, best in of_mask.items()) + "."
+            for stack, of_mask in sorted(told.items())]
+
+
+def _choice(found: Sequence[Row]) -> str:
+    """The best scheme of each mask, a column for each size of job and stack."""
+    columns = choices(found)
     masks = [m for m in ALL_BUILDERS if any(m in cells for cells in columns.values())]
     if not masks:
         return ""
-    body = [[mask, *(cells.get(mask, '<td class="none"></td>') for cells in columns.values())] for mask in masks]
+    body = [[mask, *(_best_cell(cells[mask]) if mask in cells else '<td class="none"></td>'
+                     for cells in columns.values())] for mask in masks]
     note = (f"<h3>Which scheme for my mask?</h3><p class='soft'>The best by E of both passes, those within {CLOSE:.0%} "
             "of it behind it, each with its best sharding: on real ranks where there are some, else replayed, else "
             "estimated. Point at a cell for the others.</p>")
     return note + page.table(["mask", *(f"{w} ranks|{n:,} tokens|{stack}" for w, n, stack in columns)], body)
 
 
-def _best_cell(ran: Sequence[Row], kind: str) -> str:
+def _best_cell(ran: Sequence[Row]) -> str:
     """ran: the schemes' rows, the best first."""
     best = overall(ran[0]) or 0.0
     names = [row["case"]["scheme"] for row in ran if (overall(row) or 0) >= (1 - CLOSE) * best]
     told = "; ".join(f"{row['case']['scheme']} {overall(row):.2f} ({row['case']['sharding']})" for row in ran)
     return (f'<td class="names" style="background: rgba(var(--heat), {min(1.0, best) * 0.6:.2f})" '
             f'title="{page.esc(told)}"><b>{best:.2f}</b> {page.esc(", ".join(names))} '
-            f'<span class="soft">{kind}</span></td>')
+            f'<span class="soft">{KINDS[ran[0]["kind"]]}</span></td>')
 
 
 def _pivot_tables(found: Sequence[Row]) -> str:

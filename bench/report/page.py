@@ -2,7 +2,8 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from bench import options
 from bench.report import aggregate, pictures, tables
@@ -60,18 +61,20 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 Section = tuple[str, str, str]  # anchor, title, HTML
 
 
-def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequence[Section] = ()) -> str:
+def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequence[Section] = (),
+          answers: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
     """The page.
 
     Args:
       rows: records of any kinds, failures among them.
       first: further sections in front of all rates; sections: those behind the capability table.
+      answers: by anchor, a section's answer in lines of text, for the summary.
     """
     found = aggregate.entries(rows)
     anchors = {anchor for anchor, _, text in (*first, *sections) if text}
     anchors |= {anchor for _, _, text in sections for anchor in re.findall(r'<h3 id="(\w+)"', text)}
     parts = [
-        ("summary", "What this is", _summary(rows, found, anchors)),
+        ("summary", "What this is", _summary(rows, found, anchors, answers)),
         ("masks", "The masks", _masks()),
         *first,
         ("rates", "Rates: mask by kernel", _rates(found)),
@@ -92,7 +95,7 @@ def build(rows: Sequence[dict], first: Sequence[Section] = (), sections: Sequenc
     )
 
 
-def _summary(rows, found, anchors) -> str:
+def _summary(rows, found, anchors, answers) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
              for status, n in sorted(counts.items(), key=lambda x: -x[1])]
@@ -110,16 +113,29 @@ def _summary(rows, found, anchors) -> str:
         "backward; a kernel that computes hidden cells shows a lower rate. Times are medians; on a GPU device time "
         "with a cold L2 cache, on a CPU wall time.</p>"
     )
-    return text + f'<div class="tiles">{boxes}</div>' + _findings(rows, found, anchors) + _best(found)
+    return text + f'<div class="tiles">{boxes}</div>' + _findings(rows, found, anchors, answers) + _best(found)
 
 
-def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str]) -> str:
+def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str], answers: Mapping[str, Sequence[str]]
+              ) -> str:
     """What a newcomer should see first, from the rows at hand; anchors: of the sections that the page has."""
-    told = ['<a href="#choice">Which kernel to take</a> for a mask and a length.'] if "choice" in anchors else []
+    def with_answer(text: str, anchor: str) -> str:
+        lines = "".join(f"<li>{esc(line)}</li>" for line in answers.get(anchor, ()))
+        return text + (f"<ul>{lines}</ul>" if lines else "")
+
+    told = []
+    if "choice" in anchors:
+        told.append(with_answer('<a href="#choice">Which kernel to take</a> for a mask and a length.', "choice"))
+    if "parallel" in anchors:
+        told.append(with_answer(
+            '<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks. In brackets E, one '
+            "device's time over (ranks &times; the slowest rank's): 1 is perfect.", "parallel"))
+    if "ring" in anchors:
+        told.append('<a href="#ring">Why a ring falls behind on documents</a>, with a picture of who waits.')
     compared = [row for row in rows if row["kind"] == "parity" and row["status"] != "unsupported"]
     if compared:
         good = sum(row["status"] == "ok" for row in compared)
-        told.append(f'<a href="#parity">The stacks agree</a> in {good} of {len(compared)} cells that both can run.')
+        told.append(f'<a href="#parity">The stacks agree</a> in {good:,} of {len(compared):,} cells that both can run.')
     unit, name = aggregate.unit_of(found)
     peak = max((r["peak_flops"] for r in rows if r["kind"] == "ceiling" and r["status"] == "ok"), default=None)
     for setting in aggregate.settings(found)[:2]:
@@ -131,10 +147,6 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str]) -
                 f"{esc(e.kernel)} of {e.stack} under {esc(e.mask)} ({tables.number((e.rate or 0) / unit)} {name}"
                 + (f", {(e.rate or 0) / peak:.0%} of the matrix peak)" if peak else ")") for e in tops) + ".")
         told += _price(timed) if setting[0] == "forward" else []
-    if "parallel" in anchors:
-        told.append('<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks.')
-    if "ring" in anchors:
-        told.append('<a href="#ring">Why a ring falls behind on documents</a>, with a picture of who waits.')
     lines = "".join(f"<li>{line}</li>" for line in told)
     return f"<h3>What it says</h3><ul>{lines}</ul>" if told else ""
 
@@ -186,8 +198,8 @@ def _rates(found) -> str:
             text = _rate_table(f"{tables.heading(setting)}: {name}", "mask", lines, shown, unit)
             shapes.setdefault(setting[2:], {}).setdefault(setting[1], []).append(text)
     note = ('<p class="soft">The stronger its colour, the nearer a cell is to the fastest of its table. &ndash; is not '
-            "supported, an empty cell was not run; ! marks a rate that looks too good; point at a cell for time, "
-            "spread and cause.</p>")
+            "supported, an empty cell was not run; ! marks a rate that looks too good beside the other pass or the "
+            "dense one; point at a cell for time, spread and cause.</p>")
     parts = []
     for shape, (opened, *folded) in ((shape, list(by_length.items())) for shape, by_length in shapes.items()):
         parts.append(f'<div class="pair">{"".join(opened[1])}</div>')
@@ -198,7 +210,9 @@ def _rates(found) -> str:
     tabled = [
         _rate_table(f"{which}: {name}", "setting", lines, list(dict.fromkeys(c for _, row in lines for c in row)), unit)
         for which, lines in single.items()]
-    parts.append("".join(tabled))
+    if tabled:
+        count = sum(len(lines) for lines in single.values())
+        parts.append(f"<details><summary>Settings of one mask each: {count} lines</summary>{''.join(tabled)}</details>")
     return note + "".join(parts) if shapes or single else ""
 
 
@@ -226,9 +240,10 @@ def _rate_cell(entry: Entry | None, unit: float, top: float) -> str:
 
 
 def _curves(found) -> str:
-    parts = [f'<h3>{esc(title)}</h3><div class="wide">{pictures.svg(figure)}</div>'
+    parts = [f'<div><h3>{esc(title)}</h3><div class="wide">{pictures.svg(figure)}</div></div>'
              for title, figure in pictures.curves(found).items()]
-    return "<p class='soft'>Solid: JAX. Dashed: PyTorch. One colour a kernel.</p>" + "".join(parts) if parts else ""
+    note = "<p class='soft'>Solid: JAX. Dashed: PyTorch. One colour a kernel.</p>"
+    return f'{note}<div class="pair">{"".join(parts)}</div>' if parts else ""
 
 
 def _causes(found) -> str:

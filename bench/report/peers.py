@@ -60,9 +60,9 @@ def section(rows: Sequence[Row]) -> str:
         parts.append(f"<div><h3>{page.esc(label)}: TFLOP/s</h3>{page.table(head, body)}</div>")
     if not parts:
         return ""
-    note = ("<p class='soft'>All contenders of a row took turns at one card, each behind a warm-up of its own. In "
-            "brackets the ratio to the contender in bold, behind ± the spread of the rounds where it is above "
-            f"{STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
+    note = ("<p class='soft'>All contenders of a row took turns at one card, each behind a warm-up of its own; rows of "
+            "one mask are different races. In brackets the ratio to the contender in bold, behind ± the spread of the "
+            f"rounds where it is above {STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
     return f'{note}<div class="pair">{"".join(parts)}</div>'
 
 

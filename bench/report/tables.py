@@ -10,7 +10,9 @@ from rich.table import Column, Table
 
 from bench.report import aggregate
 from bench.report.aggregate import Entry
+from parity.compare import RESULTS
 
+NAMES = {"jax": "JAX", "torch": "PyTorch"}
 SHORT = {
     "unsupported": "–", "out_of_memory": "memory", "mismatch": "WRONG", "error": "ERROR", "timeout": "timeout",
     "skipped": "skipped",
@@ -105,8 +107,8 @@ def parity_names(row: dict) -> tuple[str, str, str, str, str]:
     case = row["case"]
     if "scheme" in case:
         spec = case["spec"]
-        return f"{case['scheme']}, {case['world']} ranks", spec["mask"], str(spec["seq_len"]), "both", spec["dtype"]
-    return case["kernel"], case["mask"], str(case["seq_len"]), case["pass"], case["dtype"]
+        return f"{case['scheme']}, {case['world']} ranks", spec["mask"], f"{spec['seq_len']:,}", "both", spec["dtype"]
+    return case["kernel"], case["mask"], f"{case['seq_len']:,}", case["pass"], case["dtype"]
 
 
 def ratio(row: dict) -> str:
@@ -155,6 +157,29 @@ def as_csv(rows: Sequence[dict]) -> str:
             flat["warm_milliseconds"] = 1e3 * row["warm_seconds"]["median"] if row.get("warm_seconds") else None
         if "rate" in row:
             flat |= {"tflops_per_second": row["rate"] / 1e12, "gigabytes_per_second": row["bandwidth"] / 1e9}
+        writer.writerow(flat)
+    return out.getvalue()
+
+
+PARITY_NAMES = ("kernel_or_scheme", "mask", "tokens", "pass", "dtype")
+PARITY_COLUMNS = (
+    "key", *PARITY_NAMES, "status", "reason",
+    *(f"{side}_{name}" for side in ("jax", "torch", "budget", "cross", "budget_cross") for name in RESULTS),
+    "jax_milliseconds", "torch_milliseconds", "throughput_ratio", "repeat",
+)
+
+
+def parity_csv(rows: Sequence[dict]) -> str:
+    """All parity rows: the error of each result on either side and between them, with budgets, and times."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, PARITY_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in (row for row in rows if row["kind"] == "parity"):
+        flat = row | dict(zip(PARITY_NAMES, parity_names(row), strict=True))
+        flat["tokens"] = row["case"].get("spec", row["case"])["seq_len"]
+        sides = row.get("errors", {}) | {name: row.get(name, {}) for name in ("budget", "budget_cross")}
+        flat |= {f"{side}_{name}": value for side, values in sides.items() for name, value in values.items()}
+        flat |= {f"{stack}_milliseconds": 1e3 * seconds for stack, seconds in row.get("seconds", {}).items()}
         writer.writerow(flat)
     return out.getvalue()
 

@@ -9,7 +9,7 @@ from bench.report import aggregate, choice, context_parallel, page, parity, peer
 
 
 def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
-    """Writes report.html, report.csv, report.md, PNGs and traces, then prints the tables; returns the page's path."""
+    """Writes report.html, report.md, CSV files, PNGs and traces, then prints the tables; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     found = aggregate.entries(rows)
     beside = peers.entries(rows)
@@ -18,15 +18,20 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
         for number, figure in enumerate(figures.values()):
             pictures.save_png(figure, folder / f"{kind}_{number}.png")
             pictures.plt.close(figure)
-    (folder / "report.csv").write_text(tables.as_csv(rows))
-    (folder / "report.md").write_text(tables.as_markdown(rows) + peers.markdown(rows) + context_parallel.markdown(rows))
+    for name, text in (("report", tables.as_csv(rows)), ("parity", tables.parity_csv(rows)),
+                       ("context_parallel", context_parallel.as_csv(rows))):
+        (folder / f"{name}.csv").write_text(text)
+    answers = {"choice": choice.answers(rows), "parallel": context_parallel.answers(rows)}
+    short = "".join(f"- {line}\n" for lines in answers.values() for line in lines)
+    parts = short, tables.as_markdown(rows), peers.markdown(rows), context_parallel.markdown(rows)
+    (folder / "report.md").write_text("\n".join(part for part in parts if part))
     timeline.write_traces(rows, folder / "traces")
     target = folder / "report.html"
     choose = ("choice", "Which kernel for my mask?", choice.section(rows))
     parallel = ("parallel", "Context parallelism: who waits for whom", context_parallel.section(rows))
     agree = ("parity", "Do the stacks agree?", parity.section(rows))
     races = ("peers", "Side by side on one card", peers.section(rows))
-    target.write_text(page.build(rows, [choose], [races, agree, parallel]))
+    target.write_text(page.build(rows, [choose], [races, agree, parallel], answers))
     tables.terminal(rows, console)  # last: who reads it may go early
     console.print(f"page: {target}")
     return target

@@ -150,6 +150,15 @@ def test_csv_and_markdown_hold_every_row(folder):
     assert len(widths) == 1 and "| full |" in text
 
 
+def test_parity_rows_have_every_error_and_budget_in_a_file_of_their_own(folder):
+    lines = list(csv.DictReader(io.StringIO((folder / "parity.csv").read_text())))
+    assert [line["status"] for line in lines] == ["ok", "mismatch", "unsupported"]
+    assert [lines[0][f"{side}_out"] for side in ("jax", "cross", "budget", "budget_cross")] == [
+        "0.001", "0.001", "0.002", "0.004"]
+    assert lines[0]["torch_milliseconds"] == "1000.0" and lines[0]["jax_dq"] == "" and lines[0]["tokens"] == "64"
+    assert lines[1]["repeat"] == "python -m x"
+
+
 def test_packs_are_pooled_by_total_time():
     rows = [attention("jax", "naive", "full", 64, ms, seed=n) for n, ms in enumerate((1.0, 3.0))]
     entry, = aggregate.entries(rows)
@@ -276,12 +285,13 @@ def test_the_page_names_the_fastest_kernel_of_a_mask_where_most_were_timed():
     rows += both("torch", "fa1", "causal", 2048, 4.0)  # without flashmask, which leads at 1K, nothing leads here
     text = choice.section(rows)
     assert ">flashmask, fa1</td>" in text and "naive 27 ms" in text and ">2K<" not in text
-    assert "of 1 places" in text and "<b>flashmask</b> in 1" in text
+    assert choice.answers(rows) == ["Training in PyTorch, first or within 5% of it at 1 masks and lengths: "
+                                    "flashmask in 1, fa1 in 1."]
     assert choice.section(rows[:2]) == ""
     rows += both("jax", "flex_sparse", "uniform_block", 1024, 2.0) + both("jax", "vsa", "uniform_block", 1024, 1.0)
     blocks = "Masks of blocks: forward and backward"
     assert blocks not in text and blocks in choice.section(rows)
-    assert re.search(r'uniform_block, 1K[^/]*</td><td [^>]*>vsa</td><td class="none">', choice.section(rows))
+    assert re.search(r'uniform_block, 1K[^/]*</td><td [^>]*>vsa 3</td><td class="none">', choice.section(rows))
 
 
 def test_timings_in_turns_and_timings_alone_are_not_mixed():
