@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from workload import selection as choose
-from workload.errors import integer
+from workload.errors import ascending, integer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +57,22 @@ class BlockMask:
             raise ValueError(f"indices: shape {self.indices.shape} with counts {self.counts.shape}, need {lists}")
         if len(self.kv_bounds) != self.heads:
             raise ValueError(f"kv_bounds: {len(self.kv_bounds)} heads, q_bounds has {self.heads}")
+        for label, x in (("q_positions", self.q_positions), ("kv_positions", self.kv_positions)):
+            if (np.diff(x) <= 0).any():
+                raise ValueError(f"{label}: must be strictly ascending")
+        self._check_block()
         self._check_lists()
+
+    def _check_block(self) -> None:
+        """Kernels of uniform blocks read the size alone, never the bounds."""
+        if self.block is None:
+            if self.name == "uniform_block":
+                raise ValueError("block: uniform_block needs the size of its blocks")
+            return
+        block = integer("block", self.block, 1)
+        for label, x in (("q_bounds", self.q_bounds), ("kv_bounds", self.kv_bounds)):
+            if not _is_uniform(x, block):
+                raise ValueError(f"block: {label} are not those of blocks of {block}")
 
     def _check_lists(self) -> None:
         """Kernels read what the lists name: it must be there, and once."""
@@ -191,16 +206,16 @@ class BlockMask:
         Consecutive tokens are consecutive in any ascending subset, so a block stays a block: its bounds
         are counted in places of the shard. Blocks that a shard does not hold are dropped.
         """
-        q_at, kv_at = (np.asarray(x, np.int64) for x in (q_positions, kv_positions))
-        for label, x, n in (("q_positions", q_at, self.q_len), ("kv_positions", kv_at, self.kv_len)):
-            if x.ndim != 1 or (x.size and (x[0] < 0 or x[-1] >= n or (np.diff(x) <= 0).any())):
-                raise ValueError(f"{label}: must be strictly ascending within 0..{n - 1}")
+        q_at = ascending("q_positions", q_positions, self.q_len)
+        kv_at = ascending("kv_positions", kv_positions, self.kv_len)
         local = dataclasses.replace(
             self,
             q_bounds=np.searchsorted(q_at, self.q_bounds),
             kv_bounds=np.searchsorted(kv_at, self.kv_bounds),
             q_positions=self.q_positions[q_at],
             kv_positions=self.kv_positions[kv_at],
+            block=None,
+            name="variable_block",
         )
         q_bounds, q_from = _held(local.q_bounds)
         kv_bounds, kv_from = _held(local.kv_bounds)
@@ -314,6 +329,9 @@ def from_bitmap(bitmap, q_bounds, kv_bounds, *, causal=False, block=None, name="
     14
     """
     q_bounds, kv_bounds, bitmap = np.asarray(q_bounds), np.asarray(kv_bounds), np.asarray(bitmap, bool)
+    for label, x in (("q_bounds", q_bounds), ("kv_bounds", kv_bounds)):
+        if x.ndim != 2 or not x.size:
+            raise ValueError(f"{label}: shape {x.shape} is not [heads, blocks + 1]")
     shape = (len(q_bounds), q_bounds.shape[1] - 1, kv_bounds.shape[1] - 1)
     if bitmap.shape != shape:
         raise ValueError(f"bitmap: shape {bitmap.shape}, the bounds make {shape}")
@@ -335,8 +353,8 @@ def from_scores(
       causal: only key blocks that some row of the query block may see are candidates; k is capped by them.
     """
     scores = np.asarray(scores)
-    if np.isnan(scores).any():
-        raise ValueError("scores: NaN among them")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores: NaN or infinity among them")
     nothing = from_bitmap(np.zeros(scores.shape, bool), q_bounds, kv_bounds, causal=causal)
     sizes = np.diff(nothing.kv_bounds)
     last_row = np.maximum(nothing.q_bounds[:, 1:] - 1, 0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workload.columns import ColumnBounds, column_bounds
-from workload.errors import integer
+from workload.errors import MOST, ascending, integer, length
 from workload.tiles import TileRuns, tile_runs
 
 Intervals = tuple[np.ndarray, np.ndarray]
@@ -124,10 +124,8 @@ class IntervalMask:
         Row p of the result is row q_positions[p] of this mask, its intervals counted in places
         of kv_positions: an interval of keys is an interval of any ascending subset, so R never grows.
         """
-        q_positions, kv_positions = (np.asarray(x) for x in (q_positions, kv_positions))
-        for label, x, n in (("q_positions", q_positions, self.q_len), ("kv_positions", kv_positions, self.kv_len)):
-            if x.ndim != 1 or (x.size and (x[0] < 0 or x[-1] >= n or (np.diff(x) <= 0).any())):
-                raise ValueError(f"{label}: must be strictly ascending within 0..{n - 1}")
+        q_positions = ascending("q_positions", q_positions, self.q_len)
+        kv_positions = ascending("kv_positions", kv_positions, self.kv_len)
         starts = np.searchsorted(kv_positions, self.starts[:, q_positions])
         ends = np.searchsorted(kv_positions, self.ends[:, q_positions])
         return from_intervals(starts, ends, len(kv_positions), name="custom", params={"of": self.name})
@@ -176,7 +174,7 @@ def from_intervals(
     (2, [2, 0])
     """
     starts, ends = (_integers(label, x) for label, x in (("starts", starts), ("ends", ends)))
-    integer("kv_len", kv_len)
+    kv_len = length("kv_len", kv_len)
     if starts.shape != ends.shape:
         raise ValueError(f"ends: shape {ends.shape} differs from starts' {starts.shape}")
     begins, stops = np.empty(starts.shape, np.int32), np.empty(starts.shape, np.int32)
@@ -188,12 +186,12 @@ def from_intervals(
 
 
 def _integers(label: str, x) -> np.ndarray:
-    """[R, q_len] or [q_len] as [R, q_len], of integral values."""
+    """[R, q_len] or [q_len] as [R, q_len], of integral values, wide enough to be compared with any length."""
     out = np.atleast_2d(np.asarray(x))
     whole = out.dtype.kind in "iu" or (out.dtype.kind == "f" and (out == np.floor(out)).all())
     if out.ndim != 2 or not whole:
         raise ValueError(f"{label}: must be integers [intervals, q_len], got {out.dtype} {out.shape}")
-    return out
+    return out.astype(np.promote_types(out.dtype, np.int32), copy=False)
 
 
 def _normalise(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
@@ -256,8 +254,13 @@ def _transpose(starts: np.ndarray, ends: np.ndarray, kv_len: int) -> Intervals:
 
 def _positions(q_len: int, kv_len: int) -> np.ndarray:
     for label, n in (("q_len", q_len), ("kv_len", kv_len)):
-        integer(label, n)
+        length(label, n)
     return np.arange(q_len, dtype=np.int32) + np.int32(kv_len - q_len)
+
+
+def _moved(position: np.ndarray, by: int, kv_len: int) -> np.ndarray:
+    """position + by within 0..kv_len; no sum leaves 32 bits, as `position + by` would."""
+    return np.clip(position + np.int64(by), 0, kv_len).astype(np.int32)
 
 
 def _lengths(label: str, lengths: Sequence[int], kv_len: int) -> np.ndarray:
@@ -302,8 +305,8 @@ def _cu_seqlens(lengths: np.ndarray, q_len: int, kv_len: int) -> dict[str, Any]:
 
 def full(q_len: int, kv_len: int) -> IntervalMask:
     """Every row sees every key. Area q_len * kv_len."""
-    _positions(q_len, kv_len)
-    starts, ends = np.zeros((1, q_len), np.int32), np.full((1, q_len), kv_len, np.int32)
+    starts = np.zeros_like(_positions(q_len, kv_len))
+    ends = np.full_like(starts, kv_len)
     return from_intervals(starts, ends, kv_len, name="full", regular=Regular())
 
 
@@ -336,18 +339,17 @@ def causal_document(q_len: int, kv_len: int, lengths: Sequence[int]) -> Interval
 def full_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees abs(i - j) <= window (inclusive both sides). Area T(2w+1) - w(w+1) for w < T."""
     p, w = _positions(q_len, kv_len), integer("window", window)
-    w32 = min(w, kv_len + q_len)
-    regular = Regular(window=(w, w))
-    return _make("full_sliding_window", p, kv_len, [(p - w32, p + w32 + 1)], regular=regular, window=w)
+    regular, near = Regular(window=(w, w)), min(w, MOST)
+    pairs = [(_moved(p, -near, kv_len), _moved(p, near + 1, kv_len))]
+    return _make("full_sliding_window", p, kv_len, pairs, regular=regular, window=w)
 
 
 def causal_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees 0 <= i - j <= window (window + 1 tokens). Area T(w+1) - w(w+1)/2 for w < T."""
     p, w = _positions(q_len, kv_len), integer("window", window)
     regular = Regular(causal=True, window=(w, 0))
-    return _make(
-        "causal_sliding_window", p, kv_len, [(p - min(w, kv_len + q_len), p + 1)], regular=regular, window=w
-    )
+    pairs = [(_moved(p, -min(w, MOST), kv_len), p + 1)]
+    return _make("causal_sliding_window", p, kv_len, pairs, regular=regular, window=w)
 
 
 def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) -> IntervalMask:
@@ -376,9 +378,8 @@ def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) ->
 def global_sliding_window(q_len: int, kv_len: int, global_tokens: int, window: int) -> IntervalMask:
     """Row i sees j iff i < g or j < g or abs(i - j) <= window."""
     p, g, w = _positions(q_len, kv_len), integer("global_tokens", global_tokens), integer("window", window)
-    w32 = min(w, kv_len + q_len)
-    first = np.where(p < g, kv_len, min(g, kv_len))
-    pairs = [(0, first), (p - w32, p + w32 + 1)]
+    near, first = min(w, MOST), np.where(p < g, kv_len, min(g, kv_len))
+    pairs = [(0, first), (_moved(p, -near, kv_len), _moved(p, near + 1, kv_len))]
     return _make("global_sliding_window", p, kv_len, pairs, global_tokens=g, window=w)
 
 

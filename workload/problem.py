@@ -97,6 +97,7 @@ class AttentionProblem:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
         elif not isinstance(self.scale, numbers.Real) or not math.isfinite(self.scale):
             raise ValueError(f"scale: {self.scale!r} is not a finite number")
+        object.__setattr__(self, "scale", float(self.scale))  # a NumPy number would be no constant to a compiler
 
     @property
     def q_len(self) -> int:

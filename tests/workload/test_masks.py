@@ -286,6 +286,10 @@ def test_intervals_that_are_none_are_refused_by_name(starts, ends, message):
         ([0, 6], [0], "q_positions: must be strictly"),
         ([0], [3, 3], "kv_positions: must be strictly ascending within 0..8"),
         ([0], [-1, 3], "kv_positions"),
+        ([0], [0.5, 3], "kv_positions"),
+        (np.array([3, 1], np.uint8), [0], "q_positions"),  # their difference is 254
+        ([True, False], [0], "q_positions"),
+        ([[0], [1]], [0], "q_positions"),
     ],
 )
 def test_restrict_refuses_positions_out_of_order(rows, keys, message):
@@ -302,6 +306,30 @@ def test_one_mask_serves_all_heads():
     """E18: the bytes of a static mask do not depend on the number of heads; it holds one."""
     mask = masks.causal(50, 70)
     assert mask.heads == 1 and mask.starts.nbytes + mask.ends.nbytes == 2 * 4 * 50
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64, np.float16])
+def test_intervals_of_any_type_of_numbers(kind):
+    """H5: a type too narrow for the keys, or without a sign, means the same cells."""
+    mask = masks.from_intervals(np.array([[1, 9]], kind), np.array([[100, 3]], kind), 70000)
+    assert mask.row_area.tolist() == [99, 0] and mask.starts.dtype == np.int32
+
+
+@pytest.mark.parametrize("name,extra", [("full_sliding_window", {}), ("causal_sliding_window", {}),
+                                        ("global_sliding_window", {"global_tokens": 0})])
+@pytest.mark.parametrize("keys,window", [(1 << 30, 1 << 31), ((1 << 31) - 1, 1 << 30), ((1 << 31) - 1, 1 << 70)])
+def test_windows_near_the_end_of_32_bits(name, extra, keys, window):
+    """F3's kind: position + window wrapped round, and the last row of 2 ** 30 keys saw none."""
+    mask = masks.STATIC_MASKS[name](1, keys, window=window, **extra)
+    assert mask.row_area.tolist() == [min(keys, window + 1)]
+
+
+def test_lengths_beyond_32_bits_are_refused_by_name():
+    for q_len, kv_len, label in ((1, 1 << 31, "kv_len"), (1 << 31, 1, "q_len")):
+        with pytest.raises(ValueError, match=f"^{label}: 2147483648 is more than 2147483647 tokens"):
+            masks.causal(q_len, kv_len)
+    with pytest.raises(ValueError, match="^kv_len: 4294967296"):
+        masks.from_intervals([[0]], [[5]], 1 << 32)
 
 
 @pytest.mark.parametrize("name", masks.STATIC_MASKS)

@@ -67,6 +67,7 @@ def test_sizes_become_integers():
     """4.0 is an integer, and NumPy's are; what is made of them is Python's."""
     problem = AttentionProblem(masks.full(2, 3), 2.0, np.int64(4), 2.0, np.int32(8))
     assert [type(n) for n in (*problem.q_shape, *problem.kv_shape, problem.flops("forward"))] == [int] * 9
+    assert [type(AttentionProblem(masks.full(2, 3), scale=x).scale) for x in (np.float32(0.5), 1)] == [float] * 2
     assert repr(Topology(4.0, np.int64(2))) == repr(Topology(4, 2))
 
 

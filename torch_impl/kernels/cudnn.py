@@ -11,6 +11,7 @@ import torch
 
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
+from torch_impl.kernels.naive import whole_rows
 from workload.capability import HALF, Capability
 from workload.errors import Unsupported
 from workload.problem import PASSES, AttentionProblem
@@ -55,7 +56,7 @@ def prepare(problem: AttentionProblem, device=None) -> CudnnOperands:
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on an out_dtype other than q's."""
     require_own_dtypes(NAME, "out_dtype", out_dtype, q.dtype)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (whole_rows(x).transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, operands.causal, False, scale=scale)
     return out.transpose(1, 2), lse.reshape(q.shape[:3]).float()
@@ -68,7 +69,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
     """
     del delta  # rowsum(out * dout) by contract: cuDNN makes it from the two
     require_own_dtypes(NAME, "grad_dtype", grad_dtype, q.dtype)
-    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
+    q, k, v, out, dout = (whole_rows(x.to(q.dtype)).transpose(1, 2) for x in (q, k, v, out, dout))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off: its state is not read
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,

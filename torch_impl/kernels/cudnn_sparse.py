@@ -10,6 +10,7 @@ import torch
 
 from torch_impl.kernels.base import Kernel
 from torch_impl.kernels.fa2 import require_own_dtypes
+from torch_impl.kernels.naive import whole_rows
 from torch_impl.kernels.packages import installed, on_hopper, package
 from workload.capability import Capability
 from workload.errors import Unsupported
@@ -68,7 +69,7 @@ def prepare(problem: AttentionProblem, device=None) -> BlockOperands:
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """[B, S, H, D] to [B, H, whole blocks, D], zeros at the end; a view where there are none to add."""
     short = -x.shape[1] % block
-    return (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) if short else x).transpose(1, 2)
+    return whole_rows(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) if short else x).transpose(1, 2)
 
 
 def _arguments(operands: BlockOperands, batch: int, scale: float) -> dict:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_impl.kernels.base import Kernel
-from torch_impl.kernels.naive import unseen
+from torch_impl.kernels.naive import unseen, whole_rows
 from workload.capability import HALF, REGULAR, Capability
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem
@@ -59,7 +59,7 @@ def regular_operands(problem: AttentionProblem, device=None) -> RegularOperands:
 
 def fold(x: torch.Tensor, operands: RegularOperands) -> torch.Tensor:
     """[B, S, H, D] as the kernel takes it: [B * S, H, D] where there are documents."""
-    return x if operands.cu_q is None else x.flatten(0, 1)
+    return whole_rows(x if operands.cu_q is None else x.flatten(0, 1))
 
 
 def fold_lse(lse: torch.Tensor, operands: RegularOperands) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_impl.kernels.base import Kernel
+from torch_impl.kernels.naive import whole_rows
 from torch_impl.kernels.packages import installed, package
 from workload.capability import DYNAMIC_MASKS, HALF, Capability
 from workload.errors import Unsupported
@@ -89,7 +90,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
         raise Unsupported(f"torch kernel {NAME}", f"out_dtype {out_dtype}: results are {q.dtype}")
     if scale != operands.scale:
         raise Unsupported(f"torch kernel {NAME}", f"scale {scale}: planned for {operands.scale}")
-    entries = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
+    entries = zip(*(whole_rows(x).transpose(1, 2) for x in (q, k, v)), strict=True)
     results = [operands.wrapper.run(*entry, return_lse=True) for entry in entries]
     out, lse = (torch.stack(x) for x in zip(*results, strict=True))
     return out.transpose(1, 2), lse * LN2

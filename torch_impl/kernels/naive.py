@@ -63,6 +63,11 @@ def unseen(q: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Ten
     return torch.zeros_like(q, dtype=dtype), lse
 
 
+def whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where a head's components do not lie side by side: operators behind public functions do not ask."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _split(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[B, S, H, D] to float32 [B, kv_heads, group, S, D]."""
     b, s, h, d = q.shape

@@ -60,7 +60,7 @@ def _arguments(q, k, v, operands, dtype):
     """q, k, v as [B, q_heads, S, D] in dtype, the bias for each of them, and the rows with keys."""
     b, q_len, heads, _ = q.shape
     group = heads // k.shape[2]
-    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (naive.whole_rows(x.to(dtype)).transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     bias = _per_head(operands.bias, heads).to(dtype)[:, :, :q_len, : k.shape[2]].expand(b, heads, -1, -1)
     return q, k, v, bias, _per_head(operands.some, heads)
