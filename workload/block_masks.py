@@ -156,8 +156,9 @@ class BlockMask:
     def block_bitmap(self) -> np.ndarray:
         """Which key blocks each query block lists, bool [heads, q_blocks, kv_blocks]; not the element mask."""
         out = np.zeros((self.heads, self.q_blocks, self.kv_blocks), bool)
-        h, n, slot = np.nonzero(self.listed)
-        out[h, n, self.indices[h, n, slot]] = True
+        listed = self.listed
+        h, n, _ = np.nonzero(listed)
+        out[h, n, self.indices[listed]] = True
         return out
 
     def q_block_ids(self) -> np.ndarray:
@@ -182,10 +183,7 @@ class BlockMask:
 
     def by_key(self) -> tuple[np.ndarray, np.ndarray]:
         """The transposed lists: counts int32 [heads, kv_blocks], ascending query blocks [heads, kv_blocks, max]."""
-        h, n, slot = np.nonzero(self.listed)
-        key = self.indices[h, n, slot]
-        order = np.lexsort((n, key, h))
-        return _lists(h[order], key[order], n[order], (self.heads, self.kv_blocks))
+        return lists_of(self.block_bitmap().transpose(0, 2, 1))
 
     def refine(self, q_block: int, kv_block: int | None = None) -> "BlockMask":
         """The same mask in blocks of at most `q_block` queries and `kv_block` (default: the same) keys.
@@ -259,17 +257,9 @@ class BlockMask:
 
 def lists_of(bitmap: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """counts [heads, q_blocks] and zero-padded ascending indices of a bool [heads, q_blocks, kv_blocks] bitmap."""
-    h, n, key = np.nonzero(bitmap)
-    return _lists(h, n, key, bitmap.shape[:2])
-
-
-def _lists(head, row, value, shape):
-    """Packs (head, row, value) triples, sorted, into counts and zero-padded lists."""
-    counts = np.zeros(shape, np.int32)
-    np.add.at(counts, (head, row), 1)
-    first = np.cumsum(counts.reshape(-1), dtype=np.int64).reshape(shape) - counts
-    indices = np.zeros((*shape, max(1, int(counts.max(initial=0)))), np.int32)
-    indices[head, row, np.arange(len(value)) - first[head, row]] = value
+    counts = bitmap.sum(axis=2, dtype=np.int32)
+    indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), np.int32)
+    indices[np.arange(indices.shape[2]) < counts[:, :, None]] = np.nonzero(bitmap)[2]  # both in the same order
     return counts, indices
 
 
