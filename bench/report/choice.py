@@ -8,7 +8,7 @@ from bench import options
 from bench.cases import STACKS
 from bench.report import aggregate, page, peers, pictures
 from bench.report.pictures import length
-from bench.report.tables import NAMES
+from bench.report.tables import NAMES, number
 from workload.masks import STATIC_MASKS
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
@@ -118,9 +118,9 @@ def answers(rows: Sequence[Row]) -> list[str]:
         kernels = {place: times for place, times in here.items() if place[4] == stack}
         plain = {place: {k: s for k, s in times.items() if (stack, k) not in foreign}
                  for place, times in kernels.items()}
-        some = [(f"Training in {NAMES[stack]}", kernels)]
-        some += [("without further packages", plain)] if plain != kernels else []
-        told = [f"{where}, {found}" for where, times in some if (found := _leaders(list(times.values())))]
+        some = [(f"Training in {NAMES[stack]}: ", kernels)]
+        some += [("without further packages ", plain)] if plain != kernels else []
+        told = [where + found for where, times in some if (found := _leaders(list(times.values())))]
         lines += ["; ".join(told) + "."] if told else []
     return lines
 
@@ -129,8 +129,11 @@ def _leaders(places: Sequence[Seconds]) -> str:
     """The kernels that are first or close to it most often, in words."""
     leaders = [names for kernels in places if (names := fastest(kernels, TRAINING))]
     count = Counter(kernel for names in leaders for kernel in names).most_common(3)
-    told = ", ".join(f"{kernel} in {n}" for kernel, n in count)
-    return f"first or within {CLOSE:.0%} of it at {len(leaders)} masks and lengths: {told}" if count else ""
+    if not count:
+        return ""
+    (first, often), *others = count
+    return (f"{first} is fastest or within {CLOSE:.0%} of it at {often} of {len(leaders)} masks and lengths"
+            + "".join(f", {kernel} at {n}" for kernel, n in others))
 
 
 def _tables(here: Mapping[Place, Seconds], passes: Sequence[str], title: str) -> str:
@@ -172,4 +175,4 @@ def _cell(kernels: Mapping[str, Mapping[str, float]], passes: Sequence[str], tim
     told = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in every)
     colour = pictures.kernel_colour(next(iter(leaders)))
     return (f'<td class="names" style="background: {colour}44" title="{page.esc(told)}">'
-            f"{page.esc(', '.join(leaders))}{f' {1e3 * next(iter(leaders.values())):.3g}' if timed else ''}</td>")
+            f"{page.esc(', '.join(leaders))}{f' {number(1e3 * next(iter(leaders.values())))}' if timed else ''}</td>")

@@ -220,7 +220,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
             if ran := of_mask.get(mask):
                 best = f"{ran[0]['case']['scheme']} on {world} ranks ({overall(ran[0]):.2f}, {HOW[ran[0]['kind']]})"
                 told.setdefault(stack, {}).setdefault(mask, []).append(best)
-    return [f"{NAMES[stack]}: " + "; ".join(f"{mask} {', '.join(best)}" for mask, best in of_mask.items()) + "."
+    return [f"{NAMES[stack]}: " + "; ".join(f"{mask} by {', '.join(best)}" for mask, best in of_mask.items()) + "."
             for stack, of_mask in sorted(told.items())]
 
 

@@ -102,7 +102,7 @@ def test_the_page_says_which_scheme_to_take_and_why_a_ring_falls_behind():
     assert context_parallel.answers(found) == []  # of the masks that are named there none ran under three schemes
     documents = [of_scheme(scheme, "causal_document", took) for scheme, took in (("ring", 3.0), ("ulysses", 2.0),
                                                                               ("usp", 2.5))]
-    assert context_parallel.answers(documents) == ["PyTorch: causal_document ulysses on 2 ranks (0.75, measured)."]
+    assert context_parallel.answers(documents) == ["PyTorch: causal_document by ulysses on 2 ranks (0.75, measured)."]
     assert context_parallel.as_csv(found).count("\n") == 1 + len(found)
     told = text[text.index("Why does a ring"):text.index("Which scheme for my mask?")]
     balance = efficiency.plan(found[0])["step_balance"]
