@@ -20,8 +20,8 @@ def test_some_problems_are_right_in_both_stacks(tmp_path):
     """Every kernel that runs here, the fuzz's minute of each test run; `make fuzz` takes longer."""
     out = tmp_path / "f.jsonl"
     done = subprocess.run(
-        [sys.executable, "-m", "bench.fuzz", "--count=3", "--seconds=300", "--longest=60", "--seed=6", f"--out={out}"],
+        [sys.executable, "-m", "bench.fuzz", "--seconds=40", "--longest=60", "--seed=6", f"--out={out}"],
         capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0 and "3 problems" in done.stdout and " 0 not" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and " 0 not" in done.stdout, done.stdout + done.stderr
     right = [row for row in records.read(out) if row["status"] == "ok"]
-    assert len(right) >= 20 and {row["case"]["stack"] for row in right} == {"jax", "torch"}
+    assert len(right) >= 10 and {row["case"]["stack"] for row in right} == {"jax", "torch"}
