@@ -262,7 +262,7 @@ def make_schedule(
     schedule = Schedule(signature, problem, q_sharding, kv_sharding)
     if gathers:
         rows = _gathered_rows(schedule) if skip else kv_sharding.total
-        sorts = rows < kv_sharding.total or bool((np.diff(schedule.gathered_places) != 1).any())
+        sorts = not np.array_equal(schedule.gathered_places, np.arange(rows))
         signature = dataclasses.replace(signature, sorts_gathered=sorts, gathered_rows=rows)
     else:
         shift = np.ones((topology.windows, topology.window), bool)

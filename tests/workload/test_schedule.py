@@ -118,6 +118,19 @@ def test_where_all_gathered_keys_are_handed_on(mask, options):
     assert schedule.keys(0, 3).tolist() == list(range(96))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens,granule", [(1, 1), (2, 3), (5, 1), (61, 64), (100, 32)])
+def test_gathered_keys_that_are_taken_as_they_come_are_the_keys(kind, tokens, granule):
+    """E1's kind: where the first ranks hold nothing, the first places are padding, which was read for keys."""
+    for skip in (True, False):
+        schedule = make("all_gather", problem_of(masks.causal(tokens, tokens)), 3, kind, granule, skip=skip)
+        places = np.concatenate([np.pad(keys, (0, schedule.signature.kv_block - len(keys)), constant_values=-1)
+                                 for keys in schedule.kv_groups])
+        for r in range(3):
+            rows = schedule.gathered_order(r) if schedule.signature.sorts_gathered else np.arange(tokens)
+            np.testing.assert_array_equal(places[rows], schedule.keys(0, r))
+
+
 def test_mask_classes():
     schedule = make("ring", problem_of(masks.causal(12, 12)), 3, "contiguous", skip=False)
     found = {schedule.mask_class(t, r) for t in range(3) for r in range(3)}

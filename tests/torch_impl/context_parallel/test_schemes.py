@@ -78,10 +78,12 @@ def test_window_is_honoured(scheme, grid):
 
 @every_scheme
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag", "striped", "balanced"])
-def test_full_mask_under_every_sharding(scheme, grid, sharding):
-    """E15: balance must not assume causality. Every row is the mean of all keys; dv of a key is rows / keys."""
-    out, lse, dq, dk, dv = toy(masks.full(17, 17), scheme, grid, sharding=sharding)
-    assert torch.allclose(out, torch.full_like(out, 8.0)) and torch.allclose(lse, torch.full_like(lse, math.log(17)))
+@pytest.mark.parametrize("tokens", [17, 1])
+def test_full_mask_under_every_sharding(scheme, grid, sharding, tokens):
+    """E15: balance must not assume causality; E1's kind: one token for four ranks. Rows are the mean of all keys."""
+    out, lse, dq, dk, dv = toy(masks.full(tokens, tokens), scheme, grid, sharding=sharding)
+    assert torch.allclose(out, torch.full_like(out, (tokens - 1) / 2))
+    assert torch.allclose(lse, torch.full_like(lse, math.log(tokens)))
     assert torch.allclose(dv, torch.ones_like(dv))
 
 
