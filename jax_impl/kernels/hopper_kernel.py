@@ -23,6 +23,7 @@ from workload.problem import AttentionProblem
 
 HEAD_DIMS = (64, 128)
 CACHE = 36 << 20  # of the 50 MB of L2 cache, what queries, douts and dq may take
+MANY = 10  # thread blocks a processor, of which the longest is no longer than the rest take together
 
 
 def capability(masks: tuple[str, ...], source: str) -> Capability:
@@ -70,14 +71,19 @@ def heads_in_work(problem: AttentionProblem, row_tokens: int) -> tuple[int, int]
 
     Thread blocks that walk the same queries should meet them in the L2 cache: as few kv heads side by side as keep all
     processors busy, two at least, and as many parts as it takes for the queries, douts and dq of the heads in work to
-    fit there, but not less than two query heads a part, unless it takes more for a block a processor.
+    fit there, but not less than two query heads a part, unless it takes more for a block a processor. Where a processor
+    has many blocks and a group's queries nearly fit, as of few queries and gathered keys, a group stays whole: parts
+    are added in memory, for little work each.
     By shapes alone, so that ranks, which share one program, agree whatever their masks.
     """
     tiles, group = -(-problem.kv_len // row_tokens), problem.group
     heads = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0]
     side = next((n for n in heads if n > 1 and n * tiles >= BUSY), problem.kv_heads)
-    fitting = max(2, CACHE // max(1, 8 * problem.q_len * problem.head_dim))  # 16-bit q and dout, float32 dq
+    head_bytes = max(1, 8 * problem.q_len * problem.head_dim)  # 16-bit q and dout, float32 dq
     blocks = problem.batch * problem.kv_heads * tiles
+    if blocks >= MANY * BUSY and group * head_bytes <= 2 * CACHE:
+        return side, 1
+    fitting = max(2, CACHE // head_bytes)
     parts = (n for n in range(1, group + 1) if group % n == 0 and n * blocks >= BUSY)
     return side, next((n for n in parts if group // n <= max(2, fitting // side)), group)
 

@@ -12,7 +12,7 @@ from jax_impl import kernels
 from jax_impl.kernels import flex, hopper_masks, hopper_order
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
-from jax_impl.kernels.hopper_kernel import Tiles
+from jax_impl.kernels.hopper_kernel import Tiles, default_tiles
 from jax_impl.kernels.hopper_statistics import statistics
 from tests import conformance
 from tests.jax_impl import interpret_patch
@@ -182,6 +182,14 @@ def test_heads_in_work_fit_the_cache_and_keep_the_processors_busy(q_heads, kv_he
     assert (tiles.side, tiles.split) == want
     shard = AttentionProblem(problem.mask.restrict(np.arange(tokens), np.arange(tokens)), 1, q_heads, kv_heads, 128)
     assert kernels.get("flashmask").prepare(shard).tiles.key_major == tiles, "ranks share one program"
+
+
+@pytest.mark.parametrize("queries,keys,split", [
+    (8192, 32768, 1), (8192, 524288, 1), (8192, 16384, 4), (16384, 131072, 4),  # a rank's queries, gathered keys
+])
+def test_heads_stay_together_where_keys_are_many_and_the_queries_fit_the_cache(queries, keys, split):
+    problem = AttentionProblem(masks.causal(queries, keys), 1, 64, 8, 128)
+    assert default_tiles(problem).key_major.split == split
 
 
 @pytest.mark.parametrize("name", ["causal_document", "full_document", "causal", "causal_sliding_window"])
