@@ -53,6 +53,7 @@ def define() -> None:
                         f"the schemes that have them ({', '.join(cp.GROUPED)}).")
     flags.DEFINE_enum("travel", "float32", ["float32", "own"], "dtype of gradient sums in flight; own: the problem's.")
     flags.DEFINE_string("check_len", "2K", "Tokens of the problem that is held to the reference; 0 for the row's own.")
+    options.on_cpu(check_len="256")
     flags.DEFINE_bool("time", True, "Time the cases; else they are only checked.")
     flags.DEFINE_string("checked", "", "A record file: its good rows stand for the check of cases of another length.")
     flags.DEFINE_list("links", [], "Also measure links, at these operand bytes: 64K, 64M.")

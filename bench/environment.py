@@ -24,6 +24,11 @@ def machine() -> dict[str, Any]:
     return found | ({"driver": driver.splitlines()[0]} if driver else {})
 
 
+def has_gpu() -> bool:
+    """Whether this process may find a GPU of NVIDIA's."""
+    return "driver" in machine() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] \

@@ -23,6 +23,9 @@ from workload.suite import ALL_BUILDERS
 
 KERNELS = {"jax": jax_impl.kernels.NAMES, "torch": torch_impl.kernels.NAMES}
 ALL_KERNELS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
+HEADS = ("q_heads", "kv_heads")
+CPU_LENGTHS, CPU_HEADS = ["256", "512"], (8, 2)
+_on_cpu: dict[str, Any] = {}
 AGAIN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "failed": lambda row: row["status"] not in ("ok", "unsupported"), "all": lambda row: True}
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -131,6 +134,7 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     define_float("window_share", 0.0, "The window as a share of the sequence instead; 0 for --window.", lower_bound=0,
                  upper_bound=1)
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
+    on_cpu(window=64, block=64)
     define_blocks()
 
 
@@ -151,7 +155,7 @@ def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None
     """Defines the flags of masks, lengths and heads; without --seqlens where there are none."""
     define_list("masks", list(masks), f"Masks: all, or some of {', '.join(ALL_BUILDERS)}.")
     if seqlens is not None:
-        define_list("seqlens", list(seqlens), "Sequence lengths in tokens: 8192, 8K, 1M.")
+        define_seqlens(seqlens)
     define_heads()
     flags.DEFINE_string(
         "documents", "auto",
@@ -161,6 +165,12 @@ def define_problems(masks: Sequence[str], seqlens: Sequence[str] | None) -> None
                        lower_bound=0, upper_bound=1)
 
 
+def define_seqlens(default: Sequence[str]) -> None:
+    """Defines the flag --seqlens."""
+    define_list("seqlens", default, "Sequence lengths in tokens: 8192, 8K, 1M.")
+    on_cpu(seqlens=CPU_LENGTHS)
+
+
 def define_heads() -> tuple[flags.FlagHolder[int], flags.FlagHolder[int]]:
     """The flags --q_heads and --kv_heads, the second dividing the first."""
     held = (flags.DEFINE_integer("q_heads", 64, "Query heads.", lower_bound=1),
@@ -168,7 +178,14 @@ def define_heads() -> tuple[flags.FlagHolder[int], flags.FlagHolder[int]]:
     flags.register_multi_flags_validator(
         ["q_heads", "kv_heads"], lambda values: values["q_heads"] % values["kv_heads"] == 0,
         message="--kv_heads must divide --q_heads")
+    on_cpu(q_heads=CPU_HEADS[0], kv_heads=CPU_HEADS[1])
     return held
+
+
+def define_shapes_of_heads(default: Sequence[str]) -> None:
+    """Defines the flag --heads; see `heads_of`."""
+    define_list("heads", default, "Query heads : key and value heads.")
+    on_cpu(heads=[":".join(map(str, CPU_HEADS))])
 
 
 def define_run(out: str, deadline: float = 180.0) -> None:
@@ -224,6 +241,23 @@ def _again(text: str) -> Callable[[dict[str, Any]], bool]:
     except ValueError as problem:
         raise ValueError(f"--again: {problem}") from problem
     return lambda row: not environment.came_of(row["environment"].get("commit", "unknown"), commit)
+
+
+def on_cpu(**sizes: Any) -> None:
+    """Defaults of flags where there is no GPU, if other ones; see `fit`."""
+    _on_cpu.update(sizes)
+
+
+def fit(values: flags.FlagValues) -> str:
+    """Where there is no GPU: gives flags that were not given what `on_cpu` says, and returns it as a command line."""
+    if environment.has_gpu():
+        return ""
+    left = {name: size for name, size in _on_cpu.items() if values[name].using_default_value}
+    if not left.keys() >= {*HEADS}:  # one divides the other
+        left = {name: size for name, size in left.items() if name not in HEADS}
+    for name, size in left.items():
+        values.set_default(name, size)
+    return " ".join(f"--{name}={','.join(size) if isinstance(size, list) else size}" for name, size in left.items())
 
 
 def numbers(label: str, texts: Sequence[str]) -> list[int]:

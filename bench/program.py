@@ -4,7 +4,9 @@ import signal
 import sys
 from collections.abc import Callable
 
-from absl import app
+from absl import app, flags
+
+from bench import options
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -13,12 +15,15 @@ def run(main: Callable[..., int], files: bool = False) -> None:
     """Ends this process with the status that main() returns; 2 for bad flags, 130 where it was interrupted.
 
     Args:
-      main: reads `flags.FLAGS`; its ValueError says which flag or file is wrong. With `files` it is given the
-        arguments that are no flags, which others refuse.
+      main: reads `flags.FLAGS`, whose sizes suit the machine (`options.fit`); its ValueError says which flag or file
+        is wrong. With `files` it is given the arguments that are no flags, which others refuse.
     """
     def started(argv: list[str]) -> int:
         if argv[1:] and not files:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        small = options.fit(flags.FLAGS)
+        if small:
+            print(f"no GPU here: {small}, unless given", flush=True)
         try:
             return main(argv[1:]) if files else main()
         except ValueError as problem:

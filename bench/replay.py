@@ -88,6 +88,7 @@ def define() -> None:
     cp.define(worlds=("8", "64"))
     flags.FLAGS.set_default("seconds", 0.1)
     flags.DEFINE_string("tokens_per_rank", "8K", "Tokens a rank.")
+    options.on_cpu(tokens_per_rank="256")
     flags.DEFINE_integer("ranks_per_step", 2, "Ranks run a step, the busiest and others nearly as busy; 0 for all.",
                          lower_bound=0)
     options.define_float("flop_limit", 4e14, "FLOPs of the longest pass that T1 may run.", lower_bound=1)

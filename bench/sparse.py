@@ -36,8 +36,8 @@ def define() -> None:
     options.define_list("kernels", list(KERNELS), f"Block-sparse kernels: some of {', '.join(options.ALL_KERNELS)}, or "
                         "kernel:block for one at one of --blocks only.")
     options.define_list("dense", list(DENSE), "Dense kernels to hold against; the fastest of a stack counts.")
-    options.define_list("seqlens", ["16K", "32K", "64K", "128K"], "Sequence lengths in tokens: 8192, 8K, 1M.")
-    options.define_list("heads", ["64:64", "64:8"], "Query heads : key and value heads.")
+    options.define_seqlens(["16K", "32K", "64K", "128K"])
+    options.define_shapes_of_heads(["64:64", "64:8"])
     options.define_list("blocks", ["64", "128", "256", "variable"], "Block sizes in tokens; variable: of mean 128.")
     options.define_list("densities", ["0.1", "0.2", "0.5", "1.0"], "Shares of key blocks kept.")
     flags.DEFINE_bool("causal", False, "Only key blocks not after the query block, the diagonal masked by element.")

@@ -94,3 +94,28 @@ def test_rows_of_trees_before_a_commit_are_asked_again(tmp_path, monkeypatch):
     assert resume and [again({"status": status, "environment": {"commit": commit}}) for status, commit in rows] == \
         [True, False, False, True, True, True]
     assert again({"status": "unsupported", "environment": {}})
+
+
+@pytest.mark.parametrize("given, said", [
+    ([], "--seqlens=256,512 --q_heads=8 --kv_heads=2"), (["--seqlens=1K"], "--q_heads=8 --kv_heads=2"),
+    (["--q_heads=16"], "--seqlens=256,512"), (["--seqlens=8K", "--q_heads=64", "--kv_heads=8"], "")])
+def test_sizes_that_are_not_given_suit_the_machine(monkeypatch, given, said):
+    """A GPU's defaults take hours on a CPU; what is given stays."""
+    for gpu in (True, False):
+        values = flags.FlagValues()
+        flags.DEFINE_list("seqlens", ["8K"], "", flag_values=values)
+        flags.DEFINE_integer("q_heads", 64, "", flag_values=values)
+        flags.DEFINE_integer("kv_heads", 8, "", flag_values=values)
+        values(["program", *given])
+        before = values.flag_values_dict()
+        monkeypatch.setattr(options, "_on_cpu", {"seqlens": ["256", "512"], "q_heads": 8, "kv_heads": 2})
+        monkeypatch.setattr(environment, "has_gpu", lambda gpu=gpu: gpu)
+        assert options.fit(values) == ("" if gpu else said)
+        changed = {name for name, value in values.flag_values_dict().items() if value != before[name]}
+        assert changed == {text.partition("=")[0][2:] for text in ("" if gpu else said).split()}
+
+
+@pytest.mark.parametrize("binary", ["dense", "sparse", "context_parallel", "replay", "peers"])
+def test_a_binary_tells_what_it_takes_on_a_cpu(binary):
+    told = "no GPU here: --" in refused(binary, "--masks=none" if binary != "sparse" else "--kernels=none")
+    assert told != environment.has_gpu()
