@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.context_parallel import head_groups
-from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, put
+from jax_impl.context_parallel.plan import Plan, Program, batch_groups, make_plan, place, put
 from jax_impl.context_parallel.ulysses import to_heads, to_tokens
 from jax_impl.once import once_differentiable
 from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
@@ -36,7 +36,14 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
     problem = AttentionProblem(
         mask, max(1, q.shape[0] // groups), q.shape[2], k.shape[2], q.shape[3], str(q.dtype), scale
     )
-    return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, on_host=True, **options))
+    plan = make_plan(problem, scheme=scheme, mesh=mesh, on_host=True, **options)
+    return attend(q, k, v, _constants(plan) if any(isinstance(x, jax.core.Tracer) for x in (q, k, v)) else place(plan))
+
+
+def _constants(plan: Plan) -> Plan:
+    """A plan `on_host`, its data constants of the program that is traced; the mesh's axes may be explicit."""
+    tokens = NamedSharding(plan.program.mesh, PartitionSpec(plan.program.token_axes))
+    return Plan(plan.program, jax.tree.map(lambda x: jax.device_put(x, tokens), plan.data))
 
 
 def attend(q, k, v, plan: Plan):
@@ -59,19 +66,22 @@ def shard(x, plan: Plan, side: str = "q"):
     at, program = _positions(plan, side), plan.program
     check_tokens((jax.Array, np.ndarray), x, _total(plan, side), "the plan's are")
     sharding = NamedSharding(program.mesh, program.spec())
+    if not x.shape[1]:  # of no tokens there is padding alone, made of one that no rank holds
+        x = (np if isinstance(x, np.ndarray) else jnp).zeros((len(x), 1, *x.shape[2:]), x.dtype)
     if isinstance(x, np.ndarray):
         order = _on_host(at)
         held = (order >= 0).reshape(-1, *[1] * (x.ndim - 2))
         return put(np.where(held, x[:, np.maximum(order, 0)], np.zeros((), x.dtype)), sharding)
-    out = jnp.take(x, jnp.where(at < 0, x.shape[1], at), axis=1, mode="fill", fill_value=0)
-    return jax.lax.with_sharding_constraint(out, sharding)
+    x = jax.device_put(x, NamedSharding(program.mesh, PartitionSpec(program.batch_axes)))
+    return _taken(program.mesh, program.spec())(x, at)
 
 
 def unshard(x, plan: Plan, side: str = "q"):
     """The inverse of `shard`: [batch, world * length, ...] to [batch, total, ...], on every device."""
-    at = _positions(plan, side)
+    at, program = _positions(plan, side), plan.program
     check_tokens((jax.Array, np.ndarray), x, len(at), "the plan's ranks hold")
-    return _unsharding(_total(plan, side), plan.program.mesh)(x, at)
+    x = jax.device_put(x, NamedSharding(program.mesh, program.spec()))
+    return _put_back(_total(plan, side), program.mesh, program.spec())(x, at)
 
 
 def positions(plan: Plan, side: str = "q") -> jax.Array:
@@ -98,13 +108,37 @@ def token_mean(values, plan: Plan, side: str = "q") -> jax.Array:
     return total / (held.sum() * float(len(values)))
 
 
-@functools.cache  # a function made anew for each call would be compiled anew
-def _unsharding(total: int, mesh: Mesh):
-    def unsharded(x, at):
-        out = jnp.zeros((x.shape[0], total, *x.shape[2:]), x.dtype)
-        return out.at[:, jnp.where(at < 0, total, at)].set(x, mode="drop")
+# Both below are a rank's own work: XLA's own splitting of them is refused where a mesh's axes are explicit. Each is made
+# once: a function made anew for each call would be compiled anew.
 
-    return jax.jit(unsharded, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+@functools.cache
+def _taken(mesh: Mesh, spec: PartitionSpec):
+    """(whole tokens, their places in rank order) -> tokens split so."""
+    batch_axes, token_axes = spec
+
+    def take(x, at):
+        return jnp.take(x, jnp.where(at < 0, x.shape[1], at), axis=1, mode="fill", fill_value=0)
+
+    return _ranks(take, mesh, (PartitionSpec(batch_axes), PartitionSpec(token_axes)), spec)
+
+
+@functools.cache
+def _put_back(total: int, mesh: Mesh, spec: PartitionSpec):
+    """(tokens split so, their places) -> whole tokens on every device."""
+    batch_axes, token_axes = spec
+
+    def put_back(x, at):
+        x, at = (jax.lax.all_gather(y, token_axes, axis=n, tiled=True) for n, y in ((1, x), (0, at)))
+        out = jnp.zeros((x.shape[0], total, *x.shape[2:]), x.dtype)
+        out = out.at[:, jnp.where(at < 0, total, at)].set(x, mode="drop")
+        return jax.lax.all_gather(out, batch_axes, axis=0, tiled=True) if batch_axes else out
+
+    return _ranks(put_back, mesh, (spec, PartitionSpec(token_axes)), PartitionSpec())
+
+
+def _ranks(function, mesh: Mesh, in_specs, out_specs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
 def _positions(plan: Plan, side: str):

@@ -50,6 +50,8 @@ def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """
     at, total = positions(plan, side), _total(plan, side)
     check_tokens((torch.Tensor,), x, total, "the plan's are")
+    if not x.shape[1]:  # of no tokens there is padding alone, made of one that no rank holds
+        x = x.new_zeros((len(x), 1, *x.shape[2:]))
     held = (at >= 0).reshape(-1, *[1] * (x.ndim - 2)).to(x.device)
     return x.index_select(1, at.clamp(min=0).to(x.device)).masked_fill(~held, 0)
 

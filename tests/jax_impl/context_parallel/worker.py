@@ -1,5 +1,6 @@
 """Runs one named check on 8 fake devices, in a process of its own: python -m ...worker CHECK; prints JSON lines."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -336,17 +337,27 @@ def check_api():
     problem = AttentionProblem(mask, 2, 4, 2, 8, "float32")
     q, k, v, dout = (np.concatenate([x, 2 * x]) for x in inputs(problem))
     plan = cp.make_plan(problem, scheme="usp", mesh=mesh, sharding="zigzag", batch_axes="data")
+    want = attention_oracle(q, k, v, mask, problem.scale, dout)
 
-    @jax.jit
-    def loss(q, k, v):
+    def loss(q, k, v, mesh, plan):
         q, k, v = (cp.shard(x, plan, s) for x, s in ((q, "q"), (k, "kv"), (v, "kv")))
         out = cp.attention(q, k, v, mask, scheme="usp", mesh=mesh, sharding="zigzag", batch_axes="data")
         return (cp.unshard(out, plan) * dout).sum()
 
-    grads = jax.grad(loss, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
-    want = attention_oracle(q, k, v, mask, problem.scale, dout)
-    errors = [relative_error(g, w) for g, w in zip(grads, (want.dq, want.dk, want.dv), strict=True)]
-    yield {"case": "grad", "wrong": [f"{e}" for e in errors if not e < 1e-6]}
+    explicit = jax.make_mesh((2, 2, 2), mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    for case, at, around in (("grad", mesh, None), ("explicit axes", explicit, None), ("set_mesh", explicit, explicit)):
+        options = {"scheme": "usp", "mesh": at, "sharding": "zigzag", "batch_axes": "data"}
+        with jax.set_mesh(around) if around else contextlib.nullcontext():
+            here = cp.make_plan(problem, **options)
+            grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=3)(jnp.asarray(q), k, v, at, here)
+            split = (cp.shard(x, here, s) for x, s in ((q, "q"), (jnp.asarray(k), "kv"), (v, "kv")))
+            got = *grads, cp.unshard(cp.attention(*split, mask, **options), here)
+        errors = [relative_error(g, w) for g, w in zip(got, (want.dq, want.dk, want.dv, want.out), strict=True)]
+        yield {"case": case, "wrong": [f"{e}" for e in errors if not e < 1e-6]}
+    nothing = dataclasses.replace(problem, mask=masks.full(0, 3))
+    here = cp.make_plan(nothing, scheme="usp", mesh=mesh, batch_axes="data")
+    shapes = [cp.unshard(cp.shard(x, here), here).shape for x in (q[:, :0], jnp.asarray(q[:, :0]))]
+    yield {"case": "no tokens", "wrong": [] if shapes == [(4, 0, 4, 8)] * 2 else [str(shapes)]}
     at = np.asarray(cp.positions(plan))
     yield {"case": "positions", "wrong": [] if sorted(at[at >= 0]) == list(range(29)) else [str(at)]}
     for name, call in (
@@ -373,7 +384,7 @@ def check_api():
         *((f"head_groups: {n!r} is not an integer >= 1",
            lambda n=n: cp.make_plan(problem, scheme="usp", mesh=mesh, head_groups=n)) for n in (0, "2", 1.5, None)),
         ("attention: its gradients are not differentiated again",
-         lambda: jax.grad(lambda q: (jax.grad(loss)(q, k, v) * q).sum())(jnp.asarray(q))),
+         lambda: jax.grad(lambda q: (jax.grad(loss)(q, k, v, mesh, plan) * q).sum())(jnp.asarray(q))),
         ("sharding: None", lambda: cp.make_plan(problem, scheme="usp", mesh=mesh, sharding=None)),
         ("mesh: builtins.NoneType", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=None)),
         ("batch_axes: 'rows'", lambda: cp.attention(q, k, v, mask, scheme="usp", mesh=mesh, batch_axes="rows")),

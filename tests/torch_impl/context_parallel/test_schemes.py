@@ -270,6 +270,15 @@ def test_positions_and_shards_of_each_sharding():
         assert sorted(sum(held, [])) == list(range(21)) and all(h == sorted(h) for h in held)
 
 
+def test_shards_of_no_tokens():
+    def work(plan):
+        x = torch.zeros(2, 0, 3)
+        return context_parallel.unshard(context_parallel.shard(x, plan), plan).shape
+
+    problem = AttentionProblem(masks.full(0, 3), 2, 2, 2, 1, "float32")
+    assert on_ranks("ring", 2, {}, problem, work) == [(2, 0, 3)] * 2
+
+
 @pytest.mark.parametrize("change,message", [
     ({"q": (1, 5, 4, 2)}, "q: shape"), ({"k": (1, 4, 3, 2)}, "k: shape"), ({"dtype": torch.float64}, "q: dtype"),
 ])
