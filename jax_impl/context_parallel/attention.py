@@ -108,7 +108,7 @@ def token_mean(values, plan: Plan, side: str = "q") -> jax.Array:
     return total / (held.sum() * float(len(values)))
 
 
-# Both below are a rank's own work: XLA's own splitting of them is refused where a mesh's axes are explicit. Each is made
+# Both below are a rank's own work: where a mesh's axes are explicit, JAX refuses to split them by itself. Each is made
 # once: a function made anew for each call would be compiled anew.
 
 
