@@ -79,7 +79,7 @@ def positions(plan: Plan, side: str = "q") -> torch.Tensor:
 
 
 def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
-    """The mean over the real tokens of all ranks, differentiable: a loss must not be averaged per rank.
+    """The mean over the real tokens of the mesh's ranks, differentiable: a loss must not be averaged per rank.
 
     Ranks may hold unequal numbers of tokens, and padding counts for nothing. Each rank's gradient is its own share of
     the global mean's: summing parameter gradients over the ranks (not averaging) gives the gradient of the mean.

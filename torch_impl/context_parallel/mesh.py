@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torch_impl.context_parallel.communicator import Communicator, GroupCommunicator, Pending, Watch
+from workload.errors import integer
 from workload.problem import check_kind
 from workload.topology import Hop, Topology
 
@@ -77,10 +78,11 @@ class Mesh:
 
     Attributes:
       topology: the grid.
-      rank: this one, 0 .. world - 1.
+      rank: this one in the grid, 0 .. world - 1.
       world, ring, ulysses: communicators over all ranks and over the two axes.
       outer: a second channel over the ring, for what travels between windows while a window computes.
       ranks: where the communicators came from.
+      group, groups: which of so many such grids side by side this one is.
     """
 
     topology: Topology
@@ -90,6 +92,8 @@ class Mesh:
     ulysses: Communicator
     outer: Communicator
     ranks: Ranks
+    group: int = 0
+    groups: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +102,8 @@ class Mesh:
 
     def windowed(self, window: int) -> "Mesh":
         """The same grid with inner rings of `window` ranks; all ranks of the job call it."""
-        mesh = make_mesh(dataclasses.replace(self.topology, window=window), self.ranks, self.rank)
+        topology = dataclasses.replace(self.topology, window=window)
+        mesh = make_mesh(topology, self.ranks, self.group * topology.world + self.rank, groups=self.groups)
         assert mesh is not None  # this rank is in the grid already
         return mesh
 
@@ -133,23 +138,29 @@ class Mesh:
         return list({id(c): c for c in (self.ring, self.ulysses, self.outer)}.values())
 
 
-def make_mesh(topology: Topology, ranks: Ranks, rank: int) -> Mesh | None:
-    """The mesh of a topology over the first `topology.world` ranks of a job; None for a rank that is not among them.
+def make_mesh(topology: Topology, ranks: Ranks, rank: int, *, groups: int = 1) -> Mesh | None:
+    """The mesh of a topology over the first `topology.world` ranks of a job; None for a rank that is in none.
 
-    All ranks of the job call it, with equal topologies, in one order: groups are made by all. ValueError where the job
-    has fewer ranks.
+    All ranks of the job call it, with equal arguments but their own rank, in one order: groups are made by all.
+
+    Args:
+      groups: such meshes side by side, each over the next `topology.world` ranks, for as many parts of a batch.
+
+    Raises: ValueError where the job has fewer ranks.
     """
     check_kind("topology", topology, Topology)
-    if ranks.world < topology.world:
-        raise ValueError(f"ranks: {ranks.world} for world {topology.world}")
+    world, count = topology.world, integer("groups", groups, 1)
+    if ranks.world < count * world:
+        raise ValueError(f"ranks: {ranks.world} for {count} groups of world {world}")
 
-    def connect(groups, name="main"):
-        return ranks.communicator(rank, groups, name)
+    def connect(members, name="main"):
+        moved = [tuple(first + r for r in m) for first in range(0, count * world, world) for m in members]
+        return ranks.communicator(rank, moved, name)
 
-    everyone = range(topology.world)
+    everyone = range(world)
     rings, exchanges = (sorted({topology.group(axis, r) for r in everyone}) for axis in ("ring", "ulysses"))
-    world, ring, ulysses = connect([tuple(everyone)]), connect(rings), connect(exchanges)
+    whole, ring, ulysses = connect([everyone]), connect(rings), connect(exchanges)
     outer = connect(rings, "outer" if topology.windows > 1 else "main")
-    if rank not in everyone:
+    if rank not in range(count * world):
         return None
-    return Mesh(topology, rank, world, ring, ulysses, outer, ranks)
+    return Mesh(topology, rank % world, whole, ring, ulysses, outer, ranks, rank // world, count)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from parity.compare import relative_error
+from tests import conformance
 from tests.schemes import GROUPED, UNGROUPED, Case
 from tests.torch_impl.context_parallel import cases
 from tests.torch_impl.context_parallel.threads import ThreadCommunicator, ThreadRanks
@@ -18,6 +20,7 @@ from torch_impl.context_parallel import local, ring
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload import masks
 from workload.errors import Unsupported
+from workload.oracle import attention_oracle
 from workload.problem import AttentionProblem
 from workload.sharding import Sharding
 from workload.topology import make_topology
@@ -317,10 +320,34 @@ def test_bad_arguments_beside_the_operands_are_named(call, message):
 
 
 def test_a_mesh_of_more_ranks_than_the_job_has():
-    with pytest.raises(ValueError, match="ranks: 2 for world 4"):
+    with pytest.raises(ValueError, match="ranks: 2 for 1 groups of world 4"):
         context_parallel.make_mesh(make_topology("ring", 4), ThreadRanks(2), 0)
     with pytest.raises(TypeError, match="topology: builtins.NoneType is no .*Topology"):
         context_parallel.make_mesh(None, ThreadRanks(2), 0)
+
+
+def test_meshes_side_by_side_split_the_batch():
+    """Data parallelism beside context parallelism: two groups of three ranks, each with a batch of its own."""
+    problem = AttentionProblem(masks.causal_document(29, 29, [9, 20]), 1, 4, 2, 8, "float32")
+    topology, ranks = make_topology("loongtrain", 4, ulysses=2, window=2), ThreadRanks(9, timeout_s=30)
+    drawn = [torch.from_numpy(np.concatenate([x, 2 * x])) for x in conformance.inputs(problem)[:3]]
+    want = [attention_oracle(*(x[n : n + 1].numpy() for x in drawn), problem.mask, problem.scale).out for n in range(2)]
+
+    def work(rank):
+        mesh = context_parallel.make_mesh(topology, ranks, rank, groups=2)
+        if rank == 8:
+            return mesh
+        batch = slice(rank // 4, rank // 4 + 1)
+        plan = context_parallel.make_plan(problem, scheme="loongtrain", mesh=mesh, sharding="zigzag", window=1)
+        split = (context_parallel.shard(x[batch], plan, side) for x, side in zip(drawn, ("q", "kv", "kv"), strict=True))
+        out = context_parallel.unshard(context_parallel.attend(*split, plan), plan)
+        return relative_error(out.numpy(), want[mesh.group])
+
+    *errors, beyond = ranks.run(work)
+    assert beyond is None and max(errors) < 1e-6
+    for groups, message in ((3, "ranks: 9 for 3 groups of world 4"), (0, "groups: 0 is not an integer >= 1")):
+        with pytest.raises(ValueError, match=message):
+            context_parallel.make_mesh(topology, ranks, 0, groups=groups)
 
 
 def test_what_a_kernel_cannot_take_is_refused_before_anything_travels():
