@@ -118,7 +118,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
         kernels = {place: times for place, times in here.items() if place[4] == stack}
         plain = {place: {k: s for k, s in times.items() if (stack, k) not in foreign}
                  for place, times in kernels.items()}
-        some = [(f"Training in {NAMES[stack]}: ", kernels)]
+        some = [(f"Training in {NAMES[stack]} with {', '.join(place[:2])}: ", kernels) for place in list(kernels)[:1]]
         some += [("without further packages ", plain)] if plain != kernels else []
         told = [where + found for where, times in some if (found := _leaders(list(times.values())))]
         lines += ["; ".join(told) + "."] if told else []

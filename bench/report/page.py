@@ -99,9 +99,10 @@ def _summary(rows, found, anchors, answers) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
              for status, n in sorted(counts.items(), key=lambda x: -x[1])]
+    unit, name = aggregate.unit_of(found)
     for row in rows:
         if row["kind"] == "ceiling" and row["status"] == "ok":
-            tiles.append((f"{row['peak_flops'] / 1e12:.3g} TFLOP/s",
+            tiles.append((f"{tables.number(row['peak_flops'] / unit)} {name}",
                           f"matrix peak, {row['case']['dtype']}, {row['case']['stack']}"))
             tiles.append((f"{row['bandwidth'] / 1e9:.4g} GB/s", f"copy bandwidth, {row['case']['stack']}"))
     boxes = "".join(f'<div class="tile"><b>{esc(n)}</b>{esc(label)}</div>' for n, label in tiles)

@@ -20,7 +20,8 @@ def write_report(rows: Sequence[dict], folder: Path, console: Console) -> Path:
             pictures.plt.close(figure)
     for name, text in (("report", tables.as_csv(rows)), ("parity", tables.parity_csv(rows)),
                        ("context_parallel", context_parallel.as_csv(rows))):
-        (folder / f"{name}.csv").write_text(text)
+        if text.count("\n") > 1:  # more than the head
+            (folder / f"{name}.csv").write_text(text)
     answers = {"choice": choice.answers(rows), "parallel": context_parallel.answers(rows)}
     short = "".join(f"- {line}\n" for lines in answers.values() for line in lines)
     parts = short, tables.as_markdown(rows), peers.markdown(rows), context_parallel.markdown(rows)

@@ -285,8 +285,8 @@ def test_the_page_names_the_fastest_kernel_of_a_mask_where_most_were_timed():
     rows += both("torch", "fa1", "causal", 2048, 4.0)  # without flashmask, which leads at 1K, nothing leads here
     text = choice.section(rows)
     assert ">flashmask, fa1</td>" in text and "naive 27 ms" in text and ">2K<" not in text
-    assert choice.answers(rows) == ["Training in PyTorch: flashmask is fastest or within 5% of it at 1 of 1 masks and "
-                                    "lengths, fa1 at 1."]
+    assert choice.answers(rows) == ["Training in PyTorch with 4:2 heads of 64, bfloat16: flashmask is fastest or "
+                                    "within 5% of it at 1 of 1 masks and lengths, fa1 at 1."]
     assert choice.section(rows[:2]) == ""
     rows += both("jax", "flex_sparse", "uniform_block", 1024, 2.0) + both("jax", "vsa", "uniform_block", 1024, 1.0)
     blocks = "Masks of blocks: forward and backward"
