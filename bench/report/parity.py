@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import options, parity_status
-from bench.report import aggregate, page, tables
+from bench.report import aggregate, efficiency, page, tables
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -21,7 +21,7 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 
 def section(rows: Sequence[Row]) -> str:
     """HTML; empty where there is no row."""
-    return _agreement(rows) + _names(aggregate.entries(rows))
+    return _agreement(rows) + _names(aggregate.entries(rows)) + _on_ranks(rows)
 
 
 def _agreement(rows: Sequence[Row]) -> str:
@@ -157,6 +157,32 @@ def _names(found: Sequence[aggregate.Entry]) -> str:
         + page.table(["kernel", *(m.replace("_", "_|") for m in masks)], body))
 
 
-def _both(here: dict[tuple[str, str, str], float], kernel: str, mask: str) -> str:
-    told = [here.get((kernel, mask, which)) for which in PASSES]
+def _on_ranks(rows: Sequence[Row]) -> str:
+    """Rates of JAX over PyTorch of each scheme on real ranks, the best sharding of either."""
+    best: dict[str, dict[tuple[str, str, str], dict[str, float]]] = {}
+    for row in efficiency.rows_of(rows):
+        case, spec = row["case"], row["case"]["spec"]
+        counts = row["kind"] == "context_parallel" and row["status"] == "ok" and case.get("head_groups", 1) == 1
+        for which in PASSES if counts else ():
+            title = f"{case['world']} ranks, {spec['seq_len']:,} tokens, {aggregate.shape_of(spec)}, {spec['dtype']}"
+            cell = best.setdefault(title, {}).setdefault((spec["mask"], case["scheme"], which), {})
+            took = efficiency.seconds(row, which)
+            if took:
+                cell[case["stack"]] = min(took, cell.get(case["stack"], took))
+    parts = []
+    for title, cells in best.items():
+        here = {place: cell["torch"] / cell["jax"] for place, cell in cells.items() if len(cell) == 2}
+        schemes = [s for s in SCHEMES if any(s == scheme for _, scheme, _ in here)]
+        body = [[mask, *(_both(here, mask, scheme) for scheme in schemes)]
+                for mask in ALL_BUILDERS if any(m == mask for m, *_ in here)]
+        if body:
+            parts.append(
+                f"<h3>Rates of JAX over PyTorch, by scheme: {page.esc(title)}</h3><p class='soft'>Forward / backward "
+                "of the slowest rank, the best sharding of each; above 1 JAX is faster. Each stack in a job of its own."
+                f"</p>{page.table(['mask', *schemes], body)}")
+    return "".join(parts)
+
+
+def _both(here: dict[tuple[str, str, str], float], *place: str) -> str:
+    told = [here.get((place[0], place[1], which)) for which in PASSES]
     return " / ".join("–" if x is None else f"{x:.2f}" for x in told) if any(told) else ""

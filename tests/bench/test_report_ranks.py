@@ -7,7 +7,7 @@ import pytest
 from bench import context_parallel_cases as cp
 from bench import records
 from bench.cases import ProblemSpec
-from bench.report import context_parallel, efficiency, ranks
+from bench.report import context_parallel, efficiency, parity, ranks
 
 SPEC = ProblemSpec("causal", 128, 0, 1, 4, 2, 16, "float32")
 
@@ -76,6 +76,15 @@ def test_the_section_holds_links_and_traces():
     assert "4 KiB" in text and "20.0 us, 50" in text and text.count("<svg") == 1
     assert "Links and kernels of a call" in context_parallel.markdown(rows)
     assert ranks.section([real()]) == "" and ranks.markdown([real()]) == ""
+
+
+def test_rates_of_schemes_stand_beside_each_other():
+    ours = real(forward=1.0, backward=4.0)
+    theirs = [real(forward=2.0, backward=9.0), real(forward=3.0, backward=8.0)]
+    ours["case"] = ours["case"] | {"stack": "jax"}
+    text = parity.section([ours, *theirs])
+    assert "by scheme: 2 ranks" in text and ">2.00 / 2.00<" in text
+    assert parity.section(theirs) == ""
 
 
 def of_scheme(scheme, mask, took, kind="context_parallel"):
