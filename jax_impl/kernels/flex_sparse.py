@@ -1,7 +1,8 @@
 """flex_sparse: the flex kernel over block lists, on Hopper: blocks say where, a traced predicate and logits say what.
 
 Lists take the place of the runs of `flex`; the causal diagonal and the ragged end are a predicate on the rows' limits.
-A mask_mod of one's own narrows the listed blocks further, a score_mod changes logits; blocks that 128 divides.
+A mask_mod of one's own narrows the listed blocks further, a score_mod changes logits. Where the tiles do not divide the
+blocks, every block is laid out on tiles of its own, and the predicate is asked of the tokens that stand there.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,16 +19,15 @@ from jax_impl.kernels import hopper_kernel
 from jax_impl.kernels.base import Kernel
 from jax_impl.kernels.flex import Traced, _pad
 from jax_impl.kernels.hopper_backward import BackwardTiles
-from jax_impl.kernels.hopper_forward import ForwardTiles
+from jax_impl.kernels.hopper_forward import ForwardTiles, round_up
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
-from jax_impl.kernels.hopper_lists import Lists, both_ways, pieces
+from jax_impl.kernels.hopper_lists import Layout, Lists, Pieces, both_ways, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
-from jax_impl.kernels.hopper_sparse import NARROW, WIDE
+from jax_impl.kernels.hopper_sparse import NARROW, WIDE, heads_last
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
-from workload.capability import HALF, Capability
 from workload.predicate import Predicate, check_seen, given
-from workload.problem import PASSES, AttentionProblem
+from workload.problem import AttentionProblem
 
 
 @jax.tree_util.register_dataclass
@@ -81,32 +82,72 @@ class ListPolicy(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Places:
+    """Which token stands at a place of an axis: blocks of `block` tokens stand `stride` places apart."""
+
+    block: int
+    stride: int
+
+    def token(self, place):
+        """The token at a place that holds one."""
+        if self.stride == self.block:
+            return place
+        stride = jnp.int32(self.stride)
+        return lax.div(place, stride) * self.block + lax.rem(place, stride)
+
+    def held(self, place):
+        """Whether a place holds a token, where no limit says so; None if all do."""
+        return None if self.stride == self.block else lax.rem(place, jnp.int32(self.stride)) < self.block
+
+
+@dataclasses.dataclass(frozen=True)
 class _Within:
     """Keys before the row's limit, q_values[0], that a mask_mod sees too; it reads the arrays after that one."""
 
     mask_mod: Callable | None
+    queries: _Places
+    keys: _Places
 
     def __call__(self, b, h, i, j, q_values, kv_values):
-        seen = j < q_values[0]
+        key, held = self.keys.token(j), self.keys.held(j)
+        seen = key < q_values[0]
+        if held is not None:
+            seen = seen & held
         if self.mask_mod is None:
             return seen
-        own = self.mask_mod(b, h, i, j, q_values[1:], kv_values)
+        own = self.mask_mod(b, h, self.queries.token(i), key, q_values[1:], kv_values)
         check_seen(own)
         return seen & own
 
 
-class Blocks(Capability):
-    """The base's checks, and that tiles of 128 divide the blocks."""
+@dataclasses.dataclass(frozen=True)
+class _Scored:
+    """A score_mod on the tokens at their places."""
 
-    def refuse(self, problem: AttentionProblem, passes=PASSES) -> str | None:
-        """Why the kernel cannot take this problem, naming the argument; None where it can."""
-        reason = super().refuse(problem, passes)
-        if reason is None and problem.mask.block % WIDE:
-            return f"does not take block size {problem.mask.block} ({WIDE} must divide it)"
-        return reason
+    score_mod: Callable
+    queries: _Places
+    keys: _Places
+
+    def __call__(self, score, b, h, i, j):
+        return self.score_mod(score, b, h, self.queries.token(i), self.keys.token(j))
 
 
-def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | None = None) -> HopperOperands:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlexSparseOperands:
+    """The policies of both passes, and where each has its tokens.
+
+    Attributes:
+      policies: as the Hopper kernels read them.
+      forward, backward: layouts of queries and of keys; None where tokens stay where they are.
+    """
+
+    policies: HopperOperands
+    forward: tuple[Layout, Layout] | None
+    backward: tuple[Layout, Layout] | None
+
+
+def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | None = None) -> FlexSparseOperands:
     """The lists of both passes as policies of the Hopper kernels.
 
     Args:
@@ -118,27 +159,71 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))
 
-    def traced(lists: Lists) -> Traced:
-        by_row = (mask.limits, *used.q_arrays)
-        arrays = (used.kv_arrays, by_row) if lists.by_key else (by_row, used.kv_arrays)
+    def traced(lists: Lists, cut: Pieces) -> Traced:
+        laid = cut.q_layout is not None
+        queries, keys = (_Places(mask.block, round_up(mask.block, n) if laid else mask.block)
+                         for n in (cut.q_tile, cut.kv_tile))
+        arrays = ((mask.limits, *used.q_arrays), used.kv_arrays)
+        if laid:
+            arrays = tuple(tuple(_at_places(x, layout) for x in of)
+                           for of, layout in zip(arrays, (cut.q_layout, cut.kv_layout), strict=True))
+        if lists.by_key:
+            arrays = arrays[::-1]
         padded = (tuple(jax.device_put(_pad(x, tokens), device) for x in of)
                   for of, tokens in zip(arrays, (lists.rows, lists.piece), strict=True))
         base = ListPolicy(lists, problem.q_heads, used.mask_mod is not None)
-        length = problem.q_len if lists.by_key else problem.kv_len
-        return Traced(base, *padded, _Within(used.mask_mod), used.score_mod, length, lists.rows, lists.piece,
+        scored = used.score_mod and _Scored(used.score_mod, queries, keys)
+        length = (problem.q_len if lists.by_key else problem.kv_len) if not laid else lists.piece
+        return Traced(base, *padded, _Within(used.mask_mod, queries, keys), scored, length, lists.rows, lists.piece,
                       lists.by_key)
 
-    by_query = both_ways(pieces(mask, WIDE, WIDE, False), device)[0]
-    by_key = both_ways(pieces(mask, columns, WIDE, False), device)[1]
-    return HopperOperands(traced(by_query), traced(by_key), None, tiles)
+    cuts = pieces(mask, WIDE, WIDE, False), pieces(mask, columns, WIDE, False)
+    policies = (traced(both_ways(cut, device)[n], cut) for n, cut in enumerate(cuts))
+    return FlexSparseOperands(HopperOperands(*policies, None, tiles), *(_layouts(cut, device) for cut in cuts))
+
+
+def _layouts(cut: Pieces, device) -> tuple[Layout, Layout] | None:
+    """Those of the first head: blocks of one size stand alike for all."""
+    if cut.q_layout is None:
+        return None
+    return jax.device_put(tuple(Layout(x.token[:1], x.place[:1]) for x in (cut.q_layout, cut.kv_layout)), device)
+
+
+def _at_places(x: np.ndarray, layout: Layout) -> np.ndarray:
+    """A vector by token as one by place, 0 where none stands."""
+    token = layout.token[0]
+    return np.where(token > 0, np.asarray(x)[token - 1], 0)
+
+
+def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=None):
+    """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
+    if operands.forward is None:
+        return hopper_kernel.forward(q, k, v, operands.policies, scale, out_dtype=out_dtype)
+    queries, keys = operands.forward
+    out, lse = hopper_kernel.forward(
+        queries.spread(q), keys.spread(k), keys.spread(v), operands.policies, scale, out_dtype=out_dtype)
+    return queries.gather(out), heads_last(queries.gather(heads_last(lse)))
+
+
+def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float, *, grad_dtype=None, delta=None):
+    """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract."""
+    if operands.backward is None:
+        return hopper_kernel.backward(
+            q, k, v, out, lse, dout, operands.policies, scale, grad_dtype=grad_dtype, delta=delta)
+    queries, keys = operands.backward
+    lse = heads_last(queries.spread(heads_last(lse), -jnp.inf))
+    delta = delta if delta is None else heads_last(queries.spread(heads_last(delta)))
+    dq, dk, dv = hopper_kernel.backward(
+        queries.spread(q), keys.spread(k), keys.spread(v), queries.spread(out), lse, queries.spread(dout),
+        operands.policies, scale, grad_dtype=grad_dtype, delta=delta)
+    return queries.gather(dq), keys.gather(dk), keys.gather(dv)
 
 
 KERNEL = Kernel(
     "flex_sparse",
-    Blocks(("uniform_block",), dtypes=HALF, head_dims=hopper_kernel.HEAD_DIMS, devices=("gpu",),
-           source="own, Pallas Mosaic GPU, traced predicate over block lists"),
+    hopper_kernel.capability(("uniform_block",), "own, Pallas Mosaic GPU, traced predicate over block lists"),
     prepare,
-    hopper_kernel.forward,
-    hopper_kernel.backward,
+    forward,
+    backward,
     lambda: hopper_kernel.missing_hardware(),  # looked up at the call, so that a test can stand in for the GPU
 )

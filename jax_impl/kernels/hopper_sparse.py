@@ -81,7 +81,7 @@ def prepare(
     return SparseOperands(by_query, *by_pairs(by_key), *layouts, schedules)
 
 
-def _heads_last(x):
+def heads_last(x):
     """[batch, heads, seq] to [batch, seq, heads], or back."""
     return x.transpose(0, 2, 1)
 
@@ -100,7 +100,7 @@ def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
     q, k, v = whole_rows(q, k, v)
     out, lse = sparse_forward(q, k, v, operands.forward, scale, operands.schedules.forward, out_dtype=out_dtype)
     if layout is not None:
-        return layout.gather(out), _heads_last(layout.gather(_heads_last(lse)))
+        return layout.gather(out), heads_last(layout.gather(heads_last(lse)))
     return out[:, :q_len], lse[:, :, :q_len]
 
 
@@ -127,8 +127,8 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
         pad = ((0, 0), (0, 0), (0, round_up(q_len, NARROW) - q_len))
         lse, delta = jnp.pad(lse, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
     else:
-        lse = _heads_last(layouts[0].spread(_heads_last(lse), jnp.inf))
-        delta = _heads_last(layouts[0].spread(_heads_last(delta)))
+        lse = heads_last(layouts[0].spread(heads_last(lse), jnp.inf))
+        delta = heads_last(layouts[0].spread(heads_last(delta)))
         q, dout, k, v = layouts[0].spread(q), layouts[0].spread(dout), layouts[1].spread(k), layouts[1].spread(v)
     dq, dk, dv = sparse_backward(
         *whole_rows(q, k, v, dout), lse, delta, lists, operands.apart, scale, operands.schedules.backward,
