@@ -38,8 +38,9 @@ def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 
 
     Args:
       place: from `detect`; ValueError where that found none.
-      backend: "gpu" (the local_rank-th GPU of the host) or "cpu" (one device a process, gloo collectives, for which a
-        host's own name must resolve to an address that the other hosts reach); by default "gpu" where JAX can see one.
+      backend: "gpu" (the local_rank-th GPU, or the only one in sight) or "cpu" (one device a process, gloo collectives,
+        for which a host's own name must resolve to an address that the other hosts reach); by default "gpu" where JAX
+        can see one.
       timeout_s: longest wait for the others at the start, and after which a silent process counts as lost.
     """
     place = processes.require(place)
@@ -50,14 +51,22 @@ def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 
     else:  # a rank's CPU works for that rank alone, and gloo would look for a name service
         jax.config.update("jax_cpu_collectives_implementation", None)
     wait = max(1, round(timeout_s))
+    own = [processes.own_device(place)] if backend == "gpu" else None
     jax.distributed.initialize(
-        place.coordinator, place.world, place.rank, local_device_ids=[place.local_rank] if backend == "gpu" else None,
-        initialization_timeout=wait, heartbeat_timeout_seconds=max(10, wait),
+        _coordinator(place), place.world, place.rank, local_device_ids=own, initialization_timeout=wait,
+        heartbeat_timeout_seconds=max(10, wait),
     )
     try:
         yield place
     finally:
         jax.distributed.shutdown()
+
+
+def _coordinator(place: Place) -> str:
+    """Where rank 0 listens: at torchrun's own address a store does, so at a port behind it, another each attempt."""
+    host, port = place.coordinator.rsplit(":", 1)
+    hosted = os.environ.get(processes.HOSTED) == "True"
+    return f"{host}:{int(port) + 1 + processes.attempts()}" if hosted else place.coordinator
 
 
 def exchange(text: str, timeout_s: float) -> list[str]:

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from workload import ranks as processes
-from workload.ranks import LAGGED, Place, Progress, RankFailure, detect
+from workload.ranks import HOSTED, LAGGED, Place, Progress, RankFailure, detect
 
-__all__ = ["LAGGED", "Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
-
-HOSTED = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's word, and spawn's, for: the launcher holds the store
+__all__ = ["HOSTED", "LAGGED", "Place", "Progress", "RankFailure", "detect", "join", "main", "spawn"]
 
 
 @contextlib.contextmanager
@@ -38,12 +36,14 @@ def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = None
     if backend == "nccl":
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", processes.own_device(place))
         torch.cuda.set_device(device)
     host, port = place.coordinator.rsplit(":", 1)
     wait = datetime.timedelta(seconds=timeout_s)
     hosted = os.environ.get(HOSTED) == "True"
     store = dist.TCPStore(host, int(port), place.world, place.rank == 0 and not hosted, timeout=wait)
+    # A store that the launcher holds outlives ranks that torchrun starts again, and has their keys still.
+    store = dist.PrefixStore(f"attempt {processes.attempts()}", store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=wait,
                             device_id=device)
     try:

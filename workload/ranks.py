@@ -27,6 +27,7 @@ from pathlib import Path
 from workload.scratch import scratch
 
 RECORD_BYTES = 1024
+HOSTED = "TORCHELASTIC_USE_AGENT_STORE"  # True: the launcher, torchrun or ours, holds the store
 LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
 TAIL_LINES = 15
 GUARD = """
@@ -46,7 +47,7 @@ class Place:
 
     Attributes:
       rank, world: of all hosts.
-      local_rank, local_world: on this host; local_rank picks the device.
+      local_rank, local_world: on this host; local_rank picks the device, see `own_device`.
       coordinator: "host:port" of rank 0's store.
     """
 
@@ -96,6 +97,22 @@ def require(place: Place | None) -> Place:
     if place is None:
         raise ValueError("place: None, no launcher (torchrun, srun, mpirun, ours) started this process as a rank")
     return place
+
+
+def own_device(place: Place, environ: Mapping[str, str] | None = None) -> int:
+    """Which of the GPUs that a rank's process sees is its own: the local_rank-th, or the only one it is shown.
+
+    >>> place = Place(3, 4, 1, 2, "h:1")  # `srun --gpus-per-task=1` shows each rank its own alone
+    >>> [own_device(place, {"CUDA_VISIBLE_DEVICES": shown}) for shown in ("0,1", "5")], own_device(place, {})
+    ([1, 0], 1)
+    """
+    shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES", "")
+    return 0 if len([x for x in shown.split(",") if x]) == 1 else place.local_rank
+
+
+def attempts(environ: Mapping[str, str] | None = None) -> int:
+    """How often torchrun has started this job's ranks anew (`--max-restarts`)."""
+    return int((os.environ if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _torchrun(env) -> Place | None:

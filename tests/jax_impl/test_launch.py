@@ -1,12 +1,14 @@
 """Several processes as one JAX job: it computes, and it ends when a rank is lost or lags."""
 
 import os
+import socket
 import sys
 
 import pytest
 
 from jax_impl.launch import RankFailure, join, main, spawn
 from tests.two_hosts import run_on_both, two_hosts
+from workload.ranks import HOSTED
 
 WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
 
@@ -28,6 +30,19 @@ def test_two_hosts_attend(tmp_path):
     assert [s[:2] for s in said] == [["0", "2"], ["1", "2"]]
     for _, _, *errors in said:
         assert len(errors) == 3 and all(float(e) < 1e-6 for e in errors)
+
+
+def test_a_store_at_the_address_is_let_be():
+    """Under torchrun a store of its own listens there."""
+    program = """
+from jax_impl import launch
+with launch.join(launch.detect(), backend="cpu", timeout_s=30) as place:
+    print(launch.exchange(f"rank {place.rank}", 30.0))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at, environ = f"127.0.0.1:{taken.getsockname()[1]}", os.environ | {HOSTED: "True"}
+        said = spawn([sys.executable, "-c", program], 2, deadline_s=60, environ=environ, coordinator=at)
+    assert [s.splitlines()[-1] for s in said] == ["['rank 0', 'rank 1']"] * 2
 
 
 def test_a_lost_rank_ends_the_job():

@@ -1,6 +1,7 @@
 """Ranks over gloo: jobs that end well, lose a rank or wait for one, and a job on two hosts."""
 
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -54,6 +55,16 @@ def test_two_hosts_make_one_ring(tmp_path):
     command = [sys.executable, "-m", "torch_impl.launch", "--ranks=1", "--hosts=2", "HOST", "--deadline=60", "--"]
     with two_hosts(tmp_path) as hosts:
         assert run_on_both(hosts, [*command, *WORKER, "well", "3"], 90) == ["0 of 2: 1\n", "1 of 2: 0\n"]
+
+
+def test_torchrun_starts_lost_ranks_again():
+    """Its store, at which they meet, still has the keys of those that were lost."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1",
+               "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1"]
+    done = subprocess.run([*command, "-m", "tests.torch_impl.gloo_worker", "once", "3"], capture_output=True, text=True,
+                          timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(done.stdout.splitlines()) == ["0 of 2: 1", "1 of 2: 0"]
 
 
 def test_a_process_that_is_no_rank_is_told_so():

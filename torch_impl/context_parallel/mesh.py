@@ -31,12 +31,13 @@ class Job:
     """The ranks of the running `torch.distributed` job; connections are made once per group and kept.
 
     Args:
-      device: of the tensors that will travel.
+      device: of the tensors that will travel; by default this rank's GPU under NCCL, else the CPU.
       deadline_s: longest wait for a peer in a collective; past it the process ends, naming rank, step and peer.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, deadline_s: float = 60.0):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str | None = None, *, deadline_s: float = 60.0):
+        own = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        self.device = own if device is None else torch.device(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.watch = Watch(self.rank, deadline_s)
         self._known: dict[tuple, Communicator | None] = {}
