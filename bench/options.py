@@ -134,7 +134,6 @@ def define(*, masks: Sequence[str] = tuple(STATIC_MASKS), seqlens: Sequence[str]
     define_float("window_share", 0.0, "The window as a share of the sequence instead; 0 for --window.", lower_bound=0,
                  upper_bound=1)
     flags.DEFINE_integer("block", 1024, "Block of block_causal_document in tokens.", lower_bound=1)
-    on_cpu(window=64, block=64)
     define_blocks()
 
 
