@@ -91,7 +91,7 @@ def _sees_gpu() -> bool:
 
 
 def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Mapping[str, str] | None = None,
-          hosts: int = 1, host: int = 0, coordinator: str | None = None) -> list[str]:
+          hosts: int = 1, host: int = 0, coordinator: str | None = None, show: bool = False) -> list[str]:
     """Runs a command as every rank of this host, under torchrun's variables, and returns each rank's stdout.
 
     Args:
@@ -100,6 +100,7 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       deadline_s: of the whole job; ranks that still run then are ended.
       environ: of the ranks, this process's by default; its own XLA_FLAGS come behind `XLA_FLAGS`, and win.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
+      show: print what this host's first rank prints, as it comes.
 
     Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming hosts, host or
       coordinator.
@@ -108,7 +109,8 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
     coordinator = coordinator or f"127.0.0.1:{_free_port()}"
     environ = dict(os.environ if environ is None else environ)
     environ["XLA_FLAGS"] = f"{XLA_FLAGS} {environ.get('XLA_FLAGS', '')}".strip()
-    return processes.spawn(command, ranks, coordinator, deadline_s=deadline_s, environ=environ, hosts=hosts, host=host)
+    return processes.spawn(command, ranks, coordinator, deadline_s=deadline_s, environ=environ, hosts=hosts, host=host,
+                           show=show)
 
 
 def _free_port() -> int:
@@ -118,7 +120,7 @@ def _free_port() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: starts this host's ranks and prints what rank 0 prints, or the failure."""
+    """The command line: starts this host's ranks, shows what its first one prints, and any failure."""
     return processes.command_line("jax_impl.launch", spawn, arguments)
 
 

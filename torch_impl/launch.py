@@ -53,7 +53,7 @@ def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 
 
 
 def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Mapping[str, str] | None = None,
-          hosts: int = 1, host: int = 0, coordinator: str | None = None) -> list[str]:
+          hosts: int = 1, host: int = 0, coordinator: str | None = None, show: bool = False) -> list[str]:
     """Runs a command as every rank of this host, under torchrun's variables, and returns each rank's stdout.
 
     Args:
@@ -62,6 +62,7 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       deadline_s: of the whole job; ranks that still run then are ended.
       environ: of the ranks, this process's by default.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
+      show: print what this host's first rank prints, as it comes.
 
     Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming hosts, host or
       coordinator.
@@ -77,11 +78,11 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
         port = str(store.port)
     environ = dict(os.environ if environ is None else environ) | {HOSTED: "True"}
     return processes.spawn(command, ranks, f"{address}:{port}", deadline_s=deadline_s, environ=environ, hosts=hosts,
-                           host=host)
+                           host=host, show=show)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: starts this host's ranks and prints what rank 0 prints, or the failure."""
+    """The command line: starts this host's ranks, shows what its first one prints, and any failure."""
     return processes.command_line("torch_impl.launch", spawn, arguments)
 
 

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from workload.scratch import scratch
 
@@ -224,7 +225,7 @@ class _Child:
 
 
 def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: float,
-          environ: Mapping[str, str] | None = None, hosts: int = 1, host: int = 0) -> list[str]:
+          environ: Mapping[str, str] | None = None, hosts: int = 1, host: int = 0, show: bool = False) -> list[str]:
     """Runs a command as every rank of this host, under torchrun's variables, and returns each rank's stdout.
 
     Args:
@@ -234,10 +235,11 @@ def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: f
       deadline_s: of the whole job; ranks that still run then are ended.
       environ: of the ranks, this process's by default.
       hosts, host: how many hosts the job has, and which one this is.
+      show: print what this host's first rank prints, as it comes.
 
     Raises: `RankFailure`; no process of this host's ranks outlives the call.
     """
-    with scratch("ranks") as folder, _guard() as guarded:
+    with scratch("ranks") as folder, _guard() as guarded, contextlib.ExitStack() as shown:
         children: list[_Child] = []
         try:
             for local in range(ranks):
@@ -245,7 +247,8 @@ def spawn(command: Sequence[str], ranks: int, coordinator: str, *, deadline_s: f
                 children.append(_start(command, place, folder, environ))
                 _living.append(children[-1].process)
                 guarded(children[-1].process.pid)
-            _watch(children, time.monotonic() + deadline_s, deadline_s)
+            said = shown.enter_context(open(children[0].folder / "stdout", errors="replace")) if show else None
+            _watch(children, time.monotonic() + deadline_s, deadline_s, said)
             return [(c.folder / "stdout").read_text(errors="replace") for c in children]
         finally:
             for child in children:
@@ -288,15 +291,18 @@ def _start(command, place: Place, parent: Path, environ) -> _Child:
     env.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
                LOCAL_WORLD_SIZE=str(place.local_world), MASTER_ADDR=host, MASTER_PORT=port,
                TORCHELASTIC_ERROR_FILE=str(folder / "error.json"))
+    env.setdefault("PYTHONUNBUFFERED", "1")  # what a rank said is there when it is lost
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
         process = subprocess.Popen(list(command), stdout=out, stderr=err, env=env, start_new_session=True)
     return _Child(place.rank, process, folder)
 
 
-def _watch(children: Sequence[_Child], until: float, deadline_s: float) -> None:
-    """Waits for all ranks; raises `RankFailure` at the first that fails, or at the deadline."""
+def _watch(children: Sequence[_Child], until: float, deadline_s: float, said: TextIO | None) -> None:
+    """Waits for all ranks, printing what comes of `said`; raises `RankFailure` at the first that fails, or at the end."""
     while True:
         status = [c.process.poll() for c in children]
+        if said:
+            print(said.read(), end="", flush=True)
         if all(s == 0 for s in status):
             return
         if any(status):
@@ -352,7 +358,7 @@ def check_hosts(hosts: int, host: int, coordinator: str | None) -> None:
 
 
 def command_line(program: str, start: Callable[..., list[str]], arguments: Sequence[str] | None = None) -> int:
-    """A stack's launch command: starts this host's ranks by `start` and prints what rank 0 prints, or the failure.
+    """A stack's launch command: starts this host's ranks by `start`, shows what its first one prints, and any failure.
 
     Args:
       program: the name it goes by.
@@ -366,7 +372,7 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="which host this is, from 0")
     parser.add_argument("--coordinator", help="HOST:PORT of host 0, where hosts > 1")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds of the whole job; 3600 by default")
     parser.add_argument("command", nargs="+", help="after --")
     a = parser.parse_args(arguments)
     for wrong, message in (
@@ -377,7 +383,8 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
         if wrong:
             parser.error(message)
     try:
-        said = start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator)
+        start(a.command, a.ranks, deadline_s=a.deadline, hosts=a.hosts, host=a.host, coordinator=a.coordinator,
+              show=True)
     except ValueError as problem:
         parser.error(f"--{problem}")
     except RankFailure as failure:
@@ -386,5 +393,4 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    sys.stdout.write(said[0])
     return 0

@@ -137,6 +137,18 @@ def test_bad_flags_of_a_launch_are_named_before_it_starts(flags, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_what_the_first_rank_prints_is_shown_as_it_comes(tmp_path):
+    body = f"print('begun', rank)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)\nprint('over')"
+    code = ("import sys; from workload.ranks import command_line, spawn\n"
+            "def start(command, ranks, coordinator, **options): return spawn(command, ranks, 'h:1', **options)\n"
+            f"sys.exit(command_line('launch', start, ['--ranks=2', '--deadline=30', '--', *{script(body)!r}]))")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "begun 0\n"
+        (tmp_path / "go").touch()
+        assert launcher.stdout.read() == "over\n"
+    assert launcher.returncode == 0
+
+
 def test_an_interrupt_of_the_launcher_is_no_traceback(capsys):
     def start(*_, **__):
         raise KeyboardInterrupt
