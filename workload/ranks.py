@@ -298,7 +298,7 @@ def _start(command, place: Place, parent: Path, environ) -> _Child:
 
 
 def _watch(children: Sequence[_Child], until: float, deadline_s: float, said: TextIO | None) -> None:
-    """Waits for all ranks, printing what comes of `said`; raises `RankFailure` at the first that fails, or at the end."""
+    """Waits for all ranks, printing what comes of `said`; raises `RankFailure` if one fails or the deadline is past."""
     while True:
         status = [c.process.poll() for c in children]
         if said:
