@@ -249,7 +249,7 @@ def on_cpu(**sizes: Any) -> None:
 
 def fit(values: flags.FlagValues) -> str:
     """Where there is no GPU: gives flags that were not given what `on_cpu` says, and returns it as a command line."""
-    if environment.has_gpu():
+    if not _on_cpu or environment.has_gpu():
         return ""
     left = {name: size for name, size in _on_cpu.items() if values[name].using_default_value}
     if not left.keys() >= {*HEADS}:  # one divides the other

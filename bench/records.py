@@ -192,17 +192,21 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def _tidy(path: Path) -> None:
     """One line a row, where some were replaced or asked again."""
-    rows = read(path)
-    if len(rows) == len(list(_entries(path))):
+    entries = list(_entries(path))
+    rows = latest(entry for entry in entries if AGAIN not in entry)
+    if len(rows) == len(entries):
         return
     place = path.resolve()
     new = place.with_name(f"{place.name}.new")
-    with open(new, "wb") as file:
-        file.writelines(map(_line, rows))
-        file.flush()
-        os.fsync(file.fileno())
-    shutil.copymode(place, new)
-    new.replace(place)
+    try:
+        with open(new, "wb") as file:
+            file.writelines(map(_line, rows))
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(place, new)
+        new.replace(place)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _cut_torn_line(path: Path) -> None:
