@@ -69,14 +69,18 @@ def _fragments(registers, layout, shape):
     return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def add(x: jax.Array, staging, target, pending: int = 0):
+def add(x: jax.Array, staging, target, pending: int = 0, stored=None):
     """Adds float32 [64, PART] in wgmma's layout to device memory, by way of `staging` of `register_shape(PART)`.
 
     pending: younger additions than the one that last used this staging.
+    stored: called as soon as all that this thread has stored to shared memory, here and before, is visible to TMA and
+      wgmma.
     """
     wait(pending)
     staging[...] = in_register_order(x)
     fence()
+    if stored is not None:
+        stored()
     warp_sync()
 
     def send(warp):
