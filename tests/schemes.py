@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import itertools
 
-from workload import suite
+import numpy as np
+
+from workload import masks, suite
 from workload.problem import AttentionProblem
 from workload.sharding import KINDS
 from workload.topology import Topology, make_topology
@@ -26,6 +28,17 @@ UNGROUPED = (  # scheme, mask, head groups, and why not
 LENGTHS = ((61, 61), (37, 50))  # q_len, kv_len: neither divides a world; square, and not
 HEADS = ((4, 2), (6, 3), (3, 1))  # more ranks than kv heads, and heads that do not divide
 SETTINGS = {"window": 9, "block": 5, "sparse_block": 6, "density": 0.4}
+
+
+def cancelling():
+    """(problem, its arrays) whose dv, 2 ** -8, is what two ranks' shares of one kv head, 1 + 2 ** -8 and -1, leave.
+
+    C1: of shares that were rounded to the problem's dtype before they are added, nothing is left.
+    """
+    problem = AttentionProblem(masks.full(2, 2), 1, 2, 1, 4, "bfloat16")
+    q, k, v, dout = (np.zeros(s, np.float32) for s in (problem.q_shape, *[problem.kv_shape] * 2, problem.q_shape))
+    dout[:, 0, 0], dout[:, 1, 0], dout[:, :, 1] = 1, 1 + 2**-7, -1
+    return problem, (q, k, v, dout)
 
 
 @dataclasses.dataclass(frozen=True)

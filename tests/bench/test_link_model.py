@@ -55,6 +55,15 @@ def test_a_double_ring_has_a_window_to_hide_a_slow_link():
     assert double.total == pytest.approx(8.0) and flat.total == pytest.approx(8 + 7.0)
 
 
+def test_a_link_carries_one_message_at_a_time():
+    """A second window of two ranks: its block leaves with the first hop, and waits until that has left the link."""
+    signature = signature_of("loongtrain", 4, ulysses=1, window=2)
+    links = Links(1.0, 1e30, 1.0, 1e30)  # two tensors a hop: 2 s each
+    alone = predict(signature_of("ring", 2), "forward", [0.0] * 2, links)
+    assert alone.total == pytest.approx(2.0)
+    assert predict(signature, "forward", [0.0] * 4, links).total == pytest.approx(2 + 2 + 2)
+
+
 def test_levels_follow_the_nodes():
     signature = signature_of("usp", 8, ulysses=2, ranks_per_node=4)
     assert level_of_hop(signature, Hop(0, 1)) == "outer"

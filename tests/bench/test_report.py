@@ -6,11 +6,12 @@ import io
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from bench import compare, engine, parity_kernels, parity_schemes, rates
+from bench import compare, engine, parity_kernels, parity_schemes, rates, records
 from bench.cases import Case, ProblemSpec
 from bench.report import aggregate, choice, page, parity, pictures, tables
 from bench.report.write import write_report
@@ -239,6 +240,18 @@ def test_compare_sees_what_broke_and_what_went():
     assert compare.compare([bad], [good])[0].verdict == "mended"
     assert compare.compare([good], [])[0].verdict == "missing" and compare.compare([], [good])[0].verdict == "new"
     assert page.build([good]).count("<section") > 3
+
+
+@pytest.mark.parametrize("old, new, status, said", [("ab", "a", 1, "1 missing"), ("a", "ab", 0, "1 new")])
+def test_compare_fails_where_a_row_is_gone(tmp_path, old, new, status, said):
+    made = {name: attention("jax", name, "full", 64, 2.0) for name in "ab"}
+    for path, names in ((tmp_path / "old", old), (tmp_path / "new", new)):
+        with records.Writer(path) as writer:
+            for name in names:
+                writer.write(made[name])
+    done = subprocess.run([sys.executable, "-m", "bench.compare", tmp_path / "old", tmp_path / "new"],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == status and said in done.stdout, done.stderr
 
 
 def both(stack, kernel, mask, seq_len, milliseconds):

@@ -18,6 +18,11 @@ def test_the_least_is_the_least():
     assert (found["min"], found["median"], found["max"]) == (1.0, 2.0, 3.0)
 
 
+def test_the_spread_is_between_the_quartiles():
+    assert Timing((1.0, 2.0, 3.0, 4.0)).spread == pytest.approx((3.25 - 1.75) / 2.5)
+    assert Timing((2.0,)).spread == 0.0
+
+
 def test_a_rate_above_the_peak_is_rejected():
     """M3: 2,598 TFLOP/s above the roofline."""
     row = {"flops": 2.598e12, "bytes": 1, "seconds": Timing((1e-3,)).record(), "status": "ok", "reason": ""}
@@ -56,6 +61,8 @@ def test_a_backward_that_does_not_fit_its_forward_is_flagged():
     assert rates.flag(attention_row("causal", 12.0, 250, "backward"), seen)["flags"] == [
         "backward takes 12 x the forward's time"]
     assert rates.flag(attention_row("causal", 2.5, 250, "backward"), seen)["flags"] == []
+    assert rates.flag(attention_row("causal", 1.2, 250, "backward"), seen)["flags"] == [
+        "backward takes 1.2 x the forward's time"]
     assert rates.flag(attention_row("causal", 12.0, 250, "backward", "cpu"), seen)["flags"] == []
 
 

@@ -74,6 +74,8 @@ def test_spots_are_those_rows_and_keys_of_the_whole(spec, monkeypatch):
         monkeypatch.setattr("parity.reference.BOTH_HEADS_CELLS", most)
         sample, part = sample_of(problem), reference_of(problem, spec.inputs())
         assert len(sample.kv_heads) == min(heads, problem.kv_heads) and 2 < len(sample.rows) < problem.q_len
+        for places, length in ((sample.rows, problem.q_len), (sample.keys, problem.kv_len)):
+            assert (places[0], places[-1]) == (0, length - 1)
         taken = {name: sample.take(name, x, problem.group) for name, x in whole.results.items()}
         assert max(errors(part.results, taken).values()) < 1e-13
         assert part.oracle == (f"float64, batch 0, kv heads {', '.join(map(str, sample.kv_heads))}, "

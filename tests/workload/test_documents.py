@@ -57,6 +57,7 @@ def test_long_share_is_a_share_of_tokens():
     length = 1 << 20
     lengths = documents.pack(length, long_share=0.6, seed=5)
     low, high = documents.LONG_DOCUMENTS
+    assert (low, high) == (8 << 10, 30 << 10)  # the paper's 8K to 30K
     long = lengths[(lengths >= low) & (lengths < high)].sum() / length
     assert 0.55 < long < 0.85, "60 % asked for, and some long ones among the others"
     alone = documents.pack(length, long_share=1.0, seed=5)

@@ -87,6 +87,19 @@ def test_column_bounds_of_every_pattern(case):
     np.testing.assert_array_equal(~hidden, mask.dense())
 
 
+@pytest.mark.parametrize("q_len", [12, 10])
+def test_column_bounds_that_need_the_causal_form(q_len):
+    """Keys hidden before, between and after two intervals of rows: what stands before is left to `causal`."""
+    row = np.arange(12)
+    again = np.where((row == 9) | (row == 10), 6, 4)  # rows 9 and 10 see keys 4 and 5 once more
+    starts, ends = np.stack([np.full(12, 4), row - row % 4]), np.stack([again, row + 1])
+    mask = masks.from_intervals(starts[:, 12 - q_len :], ends[:, 12 - q_len :], 12)
+    bounds = mask.column_bounds()
+    assert bounds.causal
+    hidden = bounds.hidden(np.arange(q_len)[:, None], np.arange(12)[None, :])
+    np.testing.assert_array_equal(~hidden, mask.dense())
+
+
 def test_column_bounds_refuse_a_third_hidden_interval():
     dense = np.array([0, 1, 0, 1, 0], bool)[:, None]
     mask = masks.from_intervals(np.zeros((1, 5)), dense.T.astype(int), 1)

@@ -131,6 +131,15 @@ def test_gathered_keys_that_are_taken_as_they_come_are_the_keys(kind, tokens, gr
             np.testing.assert_array_equal(places[rows], schedule.keys(0, r))
 
 
+def test_padding_keeps_the_normal_form():
+    """An absent interval of a padded mask is (keys, keys), as of every other mask."""
+    mask = masks.causal(3, 5).restrict([0, 1], [0, 4])
+    padded = pad_mask(masks.global_sliding_window(4, 6, 1, 1), 6, 9)
+    for x in (pad_mask(mask, 4, 7), padded):
+        absent = x.ends <= x.starts
+        assert absent.any() and (x.starts[absent] == x.kv_len).all() and (x.ends[absent] == x.kv_len).all()
+
+
 def test_mask_classes():
     schedule = make("ring", problem_of(masks.causal(12, 12)), 3, "contiguous", skip=False)
     found = {schedule.mask_class(t, r) for t in range(3) for r in range(3)}

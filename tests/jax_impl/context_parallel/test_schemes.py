@@ -141,3 +141,7 @@ def test_public_call():
 
 def test_loss_is_a_mean_over_tokens():
     assert_right(records("loss"))
+
+
+def test_shares_of_a_kv_head_are_summed_in_float32():
+    assert_right(records("sums", devices=2))

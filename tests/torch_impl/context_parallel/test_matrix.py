@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tests import schemes
-from tests.torch_impl.context_parallel import cases
+from tests.torch_impl.context_parallel import cases, test_schemes
 
 
 @pytest.mark.parametrize("case", schemes.matrix()[::6], ids=lambda c: c.label)
@@ -23,6 +24,14 @@ def test_full(world):
         for got in cases.run_threads(case)[:1]:
             wrong += cases.judge(case, got)
     assert not wrong, "\n".join(wrong)
+
+
+def test_shares_of_a_kv_head_are_summed_in_float32():
+    """C1's kind: Ulysses beyond the kv heads; see `schemes.cancelling`."""
+    problem, arrays = schemes.cancelling()
+    q, k, v, dout = (torch.tensor(x, dtype=torch.bfloat16) for x in arrays)
+    dv = test_schemes.whole("ulysses", 2, {}, problem.mask, q, k, v, dout)[-1]
+    assert (dv == 2**-8).all()
 
 
 @pytest.mark.parametrize("scheme,grid", [("ring", ()), ("all_gather", ()), ("usp", (("ulysses", 2),))])
