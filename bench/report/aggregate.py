@@ -11,9 +11,17 @@ Row = dict[str, Any]
 FAIR = 0.8
 
 
+CASE_FIELDS = ("stack", "kernel", "mask", "pass", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype")
+
+
 def attention_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows of kernels on problems."""
-    return [row for row in rows if row["kind"] == "attention"]
+    """The rows of kernels on problems. Raises ValueError naming what a row's case lacks."""
+    found = [row for row in rows if row["kind"] == "attention"]
+    for row in found:
+        lacks = [name for name in CASE_FIELDS if name not in row["case"]]
+        if lacks:
+            raise ValueError(f"{row['key']}: its case lacks {', '.join(lacks)}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +114,7 @@ def _entry(key: tuple, group: list[Row], copy: float | None) -> Entry:
     first = (good or group)[0]
     entry = Entry(*key, first["status"], first["reason"], len(group), source=first.get("source", ""))
     known: dict[str, Any] = {"density": first.get("density"), "waste": first.get("tiles", {}).get("waste")}
+    known["flags"] = tuple(dict.fromkeys(flag for r in group for flag in _flags(r, bool(good))))
     shares = [(float(e) / r["budget"][n], n) for r in group for n, e in r.get("errors", {}).items()]
     if shares:
         known["error_share"], known["worst"] = worst(shares)
@@ -121,9 +130,14 @@ def _entry(key: tuple, group: list[Row], copy: float | None) -> Entry:
             "bound": "memory" if memory > arithmetic else "arithmetic", "peak_bytes": timed[0].get("peak_bytes"),
             "compile_seconds": timed[0].get("compile_seconds"), "prepare_seconds": timed[0].get("prepare_seconds"),
             "warm_seconds": (timed[0].get("warm_seconds") or {}).get("median"),
-            "flags": tuple(dict.fromkeys(f for r in timed for f in r["flags"])),
         }
     return dataclasses.replace(entry, **known)
+
+
+def _flags(row: Row, others: bool) -> list[str]:
+    """A row's own, and that it failed where others of its entry did not: no pool hides a failure."""
+    failed = [f"seed {row['case'].get('seed', 0)}: {row['status']}: {row['reason']}"] if row["status"] != "ok" else []
+    return [*row.get("flags", ()), *(failed if others else ())]
 
 
 def worst(shares: Iterable[tuple[float, str]]) -> tuple[float, str]:

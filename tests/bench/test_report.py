@@ -167,6 +167,21 @@ def test_packs_are_pooled_by_total_time():
     assert entry.floor == pytest.approx(FLOPS / PEAK) and entry.bound == "arithmetic"
 
 
+def test_a_row_that_is_no_case_of_a_kernel_is_refused_by_name():
+    row = attention("jax", "naive", "full", 64, 1.0)
+    with pytest.raises(ValueError, match=f"^{re.escape(row['key'])}: its case lacks stack, pass$"):
+        aggregate.entries([row | {"case": {k: v for k, v in row["case"].items() if k not in ("stack", "pass")}}])
+
+
+def test_a_pack_that_failed_is_told_beside_those_that_did_not():
+    rows = [attention("jax", "naive", "full", 64, 1.0), attention("jax", "naive", "full", 64, status="mismatch",
+                                                                  reason="dk: 2 > 1", seed=7)]
+    for order in (rows, rows[::-1]):
+        entry, = aggregate.entries(order)
+        assert entry.status == "ok" and entry.flags == ("seed 7: mismatch: dk: 2 > 1",)
+        assert tables.cell(entry, 1e12).endswith("!")
+
+
 def test_a_floor_may_be_memory():
     rows = [attention("jax", "naive", "full", 64, 1.0), mixed()[0] | {"bandwidth": 1e8}]
     entry = aggregate.entries(rows)[0]
