@@ -10,6 +10,7 @@ from workload.errors import Unsupported
 from workload.problem import AttentionProblem, check_operands
 
 
+@torch.compiler.disable
 def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = None, **options):
     """Attention under a mask, differentiable in q, k and v.
 
@@ -22,7 +23,8 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
       options: those of the kernel's `prepare`.
 
     Returns: out as q, and lse float32 [batch, q_heads, q_len], natural log. An empty row gives out 0
-    and lse -inf. Gradients flow through out; lse is a constant to differentiation. `torch.autocast` changes nothing.
+    and lse -inf. Gradients flow through out; lse is a constant to differentiation. `torch.autocast` changes nothing,
+    `torch.compile` leaves the call as it is.
 
     Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree, TypeError on
       operands that are no tensors of this stack and on options that the kernel does not have.
@@ -47,6 +49,7 @@ def problem_of(q, k, v, mask, scale: float | None = None) -> AttentionProblem:
     return problem
 
 
+@torch.compiler.disable
 def attend(kernel: str, scale: float, q, k, v, operands: Any):
     """out, lse of a kernel on operands it prepared; differentiable in q, k, v through out."""
     return _Attend.apply(kernel, scale, q, k, v, operands)

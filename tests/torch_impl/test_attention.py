@@ -27,6 +27,14 @@ def operands(mask, heads=(6, 3), dim=5, seed=0):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.name)
+def test_a_compiled_program_calls_it_as_it_is(mask):
+    """What is prepared on the host, in NumPy, is none of the compiler's."""
+    q, k, v, _ = operands(mask)
+    out = torch.compile(lambda q, k, v: attention(2 * q, k, v, mask)[0] + 1, backend="eager")(q, k, v)
+    assert out.equal(attention(2 * q, k, v, mask)[0] + 1)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.name)
 def test_gradients_flow_through_out(mask):
     q, k, v, dout = operands(mask)
     want = attention_oracle(q, k, v, mask, 0.3, dout)

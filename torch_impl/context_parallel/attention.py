@@ -12,6 +12,7 @@ from torch_impl.context_parallel.ulysses import to_heads, to_tokens
 from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
 
 
+@torch.compiler.disable
 def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = None, **options):
     """Attention over tokens that are split among the ranks of a mesh; differentiable by autograd.
 
@@ -24,7 +25,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
       scale: logit scale, head_dim ** -0.5 by default.
 
     Returns: out as q; with `with_lse`, (out, lse float32 [batch, q_heads, q_length]). Padding rows are (0, -inf).
-    Gradients flow through out.
+    Gradients flow through out. `torch.compile` leaves the call as it is.
 
     Raises: `Unsupported` where scheme or kernel cannot take the problem, ValueError on shapes that disagree.
     """
@@ -34,6 +35,7 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
     return attend(q, k, v, make_plan(problem, scheme=scheme, mesh=mesh, **options))
 
 
+@torch.compiler.disable
 def attend(q, k, v, plan: Plan):
     """`attention` under a plan; all ranks of its mesh call it."""
     check_kind("plan", plan, Plan)
@@ -42,6 +44,7 @@ def attend(q, k, v, plan: Plan):
     return (out, lse) if plan.local.signature.with_lse else out
 
 
+@torch.compiler.disable
 def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """[batch, total, ...] in token order, the same on every rank, to this rank's [batch, length, ...]; padding is zero.
 
@@ -56,6 +59,7 @@ def shard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     return x.index_select(1, at.clamp(min=0).to(x.device)).masked_fill(~held, 0)
 
 
+@torch.compiler.disable
 def unshard(x: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """The inverse of `shard`: every rank's [batch, length, ...] to [batch, total, ...] on every rank; no gradient."""
     check_tokens((torch.Tensor,), x, len(positions(plan, side)), "the plan's rank holds")
@@ -78,6 +82,7 @@ def positions(plan: Plan, side: str = "q") -> torch.Tensor:
     return plan.data.q_positions if side == "q" else plan.data.kv_positions
 
 
+@torch.compiler.disable
 def token_mean(values: torch.Tensor, plan: Plan, side: str = "q") -> torch.Tensor:
     """The mean over the real tokens of the mesh's ranks, differentiable: a loss must not be averaged per rank.
 

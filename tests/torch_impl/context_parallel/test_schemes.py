@@ -382,6 +382,16 @@ def test_autocast_changes_nothing():
     assert all(ranks.run(work))
 
 
+def test_a_compiled_program_calls_it_as_it_is():
+    case = Case("ring", "causal_document", 1)
+    mesh, x = context_parallel.make_mesh(case.topology, ThreadRanks(1), 0), cases.arrays(case)[:3]
+
+    def step(q, k, v):
+        return context_parallel.attention(2 * q, k, v, case.problem.mask, scheme="ring", mesh=mesh) + 1
+
+    assert torch.compile(step, backend="eager")(*x).equal(step(*x))
+
+
 def test_sharding_of_the_attention_call_and_of_a_plan_agree():
     """The one-call form is the plan's."""
     case = Case("usp", "prefix_lm_document", 4, grid=(("ulysses", 2),))
