@@ -50,9 +50,11 @@ MASKS = [
     uniform_block(150, 210, 2, 40, 0.5, causal=True, seed=7),
     variable_block(210, 170, 2, 20, 1, 0.5, seed=8),
 ]
+CORNERS = [uniform_block(96, 96 + n, 1, 32, 0.8, causal=True, seed=9) for n in (-1, 0, 1)]  # D12: about a tile's corner
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=["plain", "causal_tall", "causal_48", "causal_40", "variable"])
+@pytest.mark.parametrize("mask", MASKS + CORNERS,
+                         ids=["plain", "causal_tall", "causal_48", "causal_40", "variable", "before", "at", "after"])
 def test_lists_are_the_tiles_with_visible_cells(mask):
     """Both ways round: the listed tiles are those with a visible cell, the leading ones those with all visible."""
     some, every = tiles_of(mask, 16, 16)

@@ -123,7 +123,7 @@ def test_refusals_name_the_block(name):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs programs one by one: no race can show")
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_same_bits_every_time(name):
-    """A hundred backward passes right behind a long kernel that writes dout give the same bits."""
+    """D11: a hundred backward passes right behind a long kernel that writes dout give the same bits."""
     problem = AttentionProblem(uniform_block(1000, 1100, 2, 64, 0.4, causal=True, seed=3), 2, 8, 2, 128)
     kernel, operands = kernels.get(name), kernels.get(name).prepare(problem, DEVICE)
     q, k, v, dout = (torch.tensor(x, dtype=torch.bfloat16, device=DEVICE) for x in inputs(problem))

@@ -38,9 +38,11 @@ MASKS = [
     uniform_block(210, 150, 3, 64, 0.6, causal=True, seed=4),
     uniform_block(200, 300, 2, 48, top_p=0.7, selection="importance", causal=True, seed=5),
 ]
+CORNERS = [uniform_block(96, 96 + n, 1, 32, 0.8, causal=True, seed=9) for n in (-1, 0, 1)]  # D12: about a tile's corner
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=["plain", "causal_tall", "causal_48"])
+@pytest.mark.parametrize("mask", MASKS + CORNERS,
+                         ids=["plain", "causal_tall", "causal_48", "before", "at", "after"])
 def test_lists_are_the_tiles_with_visible_cells(mask):
     """Both ways round: the listed tiles are those with a visible cell, the leading ones those with all visible."""
     some, every = tiles_of(mask, 16, 16)
