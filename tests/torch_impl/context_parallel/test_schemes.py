@@ -384,10 +384,11 @@ def test_autocast_changes_nothing():
 
 def test_a_compiled_program_calls_it_as_it_is():
     case = Case("ring", "causal_document", 1)
-    mesh, x = context_parallel.make_mesh(case.topology, ThreadRanks(1), 0), cases.arrays(case)[:3]
+    mesh, mask = context_parallel.make_mesh(case.topology, ThreadRanks(1), 0), case.problem.mask
+    x = cases.arrays(case)[:3]
 
     def step(q, k, v):
-        return context_parallel.attention(2 * q, k, v, case.problem.mask, scheme="ring", mesh=mesh) + 1
+        return context_parallel.attention(2 * q, k, v, mask, scheme="ring", mesh=mesh) + 1
 
     assert torch.compile(step, backend="eager")(*x).equal(step(*x))
 
