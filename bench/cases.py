@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from parity.inputs import InputSpec
+from workload.errors import length
 from workload.masks import STATIC_MASKS
 from workload.problem import PASSES, AttentionProblem
 from workload.suite import ALL_BUILDERS, SuiteSettings, mask_suite
@@ -43,6 +44,8 @@ class ProblemSpec:
     def __post_init__(self):
         if self.mask not in ALL_BUILDERS:
             raise ValueError(f"mask: {self.mask!r} is none of {', '.join(ALL_BUILDERS)}")
+        for name in ("seq_len", "q_len"):
+            length(name, getattr(self, name))
         object.__setattr__(self, "settings", _frozen(self.settings))
         SuiteSettings(**dict(self.settings))
 

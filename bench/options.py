@@ -274,7 +274,7 @@ def heads_of(text: str, label: str = "heads") -> tuple[int, int]:
     (64, 8)
     """
     q, _, kv = text.partition(":")
-    if not (q.isdigit() and kv.isdigit() and int(kv)) or not int(q) or int(q) % int(kv):
+    if not (q.isdecimal() and kv.isdecimal() and int(kv)) or not int(q) or int(q) % int(kv):
         raise ValueError(f"--{label}: {text!r} is no q_heads:kv_heads, the second dividing the first")
     return int(q), int(kv)
 

@@ -14,7 +14,7 @@ from importlib import resources
 
 import numpy as np
 
-from workload.errors import integer
+from workload.errors import integer, length
 
 DATASETS = ("pile", "prolong64k", "prolong512k")
 FORMS = ("counts", "coarse")
@@ -106,7 +106,7 @@ def pack(
     >>> int(pack(5000, "pile", seed=3).sum())
     5000
     """
-    integer("seq_len", seq_len)
+    length("seq_len", seq_len)
     if cap is not None and not 0 < cap <= 1:
         raise ValueError(f"cap: {cap} is not within (0, 1]")
     if not 0 <= long_share <= 1:
