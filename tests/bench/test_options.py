@@ -46,7 +46,8 @@ def refused(binary, *flags):
     ("peers", ["--against=naive"], "--against: 'naive'"), ("peers", ["--turns=/proc/t"], "--turns must be a file"),
     ("tune_flashmask", ["--tiles=64"], "--tiles: '64'"), ("tune_flashmask", ["--parts=dq"], "--parts: 'dq'"),
     ("dense", ["--seqlens=99999M"], "seq_len: 104856551424 is more than 2147483647 tokens"),
-    ("sparse", ["--heads=²:1"], "--heads: '²:1'"), ("mask_building", ["--seqlen=8Q"], "--seqlen must be a positive number of tokens"),
+    ("sparse", ["--heads=²:1"], "--heads: '²:1'"),
+    ("mask_building", ["--seqlen=8Q"], "--seqlen must be a positive number of tokens"),
 ])
 def test_bad_values_are_named_by_their_flag(binary, flags, said):
     assert said in refused(binary, *flags)
