@@ -249,7 +249,8 @@ class Job(base.Job):
         made = [(key, self._threads.submit(self._operands, spec, key[1])) for key, spec in wanted.items()]
         concurrent.futures.wait(future for _, future in made)
         held = {key: future.result() for key, future in made if not future.exception()}
-        self._operands_alone.update(zip(held, stack.alike(list(held.values())), strict=True))
+        kinds = [(kernel, wanted[label, kernel].seq_len) for label, kernel in held]
+        self._operands_alone.update(zip(held, stack.alike(list(held.values()), kinds), strict=True))
         return [self._alone(wanted[key], key[1]) for key in held]
 
     def _operands(self, spec: ProblemSpec, kernel: str):
