@@ -29,11 +29,15 @@ def tilted(score, b, h, i, j):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block, head_dim", [(128, 64), (64, 64), (16, 128), (20, 64), (192, 128)])
-def test_lists_alone(block, head_dim):
-    """Causal blocks, lists per kv head, ragged both ways; sizes that tiles divide, that divide tiles, and neither."""
-    mask = uniform_block(150, 270, 2, block, 0.7, causal=True, seed=1)
-    judged("flex_sparse", AttentionProblem(mask, 1, 2, 2, head_dim))
+@pytest.mark.parametrize("block, heads, head_dim", [
+    (128, (2, 2, 2), 64), (64, (2, 4, 2), 64), (16, (1, 2, 2), 128), (20, (2, 2, 2), 64), (192, (4, 4, 2), 128)])
+def test_lists_alone(block, heads, head_dim):
+    """Causal blocks, ragged both ways; sizes that tiles divide, that divide tiles, and neither.
+
+    heads: of the mask, queries, keys: lists for all, per kv head and per query head.
+    """
+    mask = uniform_block(150, 270, heads[0], block, 0.7, causal=True, seed=1)
+    judged("flex_sparse", AttentionProblem(mask, 1, *heads[1:], head_dim))
 
 
 @pytest.mark.parametrize("block", [128, 48])
