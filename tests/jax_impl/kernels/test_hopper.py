@@ -349,13 +349,14 @@ def test_lowers_for_a_gpu(kernel, mask, head_dim, options):
     lowered(kernel, AttentionProblem(mask, 2, 4, 2, head_dim, "float16"), **options)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_race_detector_finds_none(head_dim):
+@pytest.mark.parametrize("head_dim,stages", [(64, 2), (128, 2), pytest.param(128, 3, marks=pytest.mark.slow)])
+def test_the_race_detector_finds_none(head_dim, stages):
     """Of one thread block for all row tiles, whose rings of keys, queries and douts go round more than once."""
     problem = AttentionProblem(masks.causal(70, 130), 1, 3, 1, head_dim, DTYPE)
     q, k, v, dout = arrays(problem)
     kernel = kernels.get("flashmask")
-    tiles = Tiles(forward=ForwardTiles(columns=64, processors=1), key_major=BackwardTiles(columns=8192 // head_dim))
+    backward = BackwardTiles(columns=8192 // head_dim, stages=stages)
+    tiles = Tiles(forward=ForwardTiles(columns=64, processors=1), key_major=backward)
     operands = kernel.prepare(problem, tiles=tiles)
     with interpreted(detect_races=True):
         out, lse = kernel.forward(q, k, v, operands, problem.scale)
