@@ -4,7 +4,8 @@
     score_mod(score, batch, q_head, i, j) -> score
 
 Both are elementwise functions of the stack's own arrays. i, j are indices of queries and keys, q_values and kv_values
-the elements of `q_arrays` and `kv_arrays` (one integer for each query or key, such as document numbers) at i and j.
+the elements of `q_arrays` and `kv_arrays` at i and j: one integer of 32 bits for each query or key, such as document
+numbers.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from workload.errors import MOST
 from workload.problem import AttentionProblem, check_kind
 
 ARGUMENTS = {
@@ -63,8 +65,8 @@ class Predicate:
 def given(predicate: Predicate | None, problem: AttentionProblem) -> Predicate:
     """A caller's predicate for a problem, an empty one for None.
 
-    TypeError on what is no predicate, ValueError naming the arrays of which one does not hold an integer for each
-    query, or key.
+    TypeError on what is no predicate, ValueError naming the arrays of which one does not hold an integer of 32 bits for
+    each query, or key.
     """
     if predicate is None:
         return Predicate()
@@ -73,4 +75,6 @@ def given(predicate: Predicate | None, problem: AttentionProblem) -> Predicate:
         for x in map(np.asarray, getattr(predicate, label)):
             if x.shape != (n,) or x.dtype.kind not in "iub":
                 raise ValueError(f"{label}: {x.dtype} {x.shape} among them, not {n} integers")
+            if x.size and not -MOST - 1 <= int(x.min()) <= int(x.max()) <= MOST:
+                raise ValueError(f"{label}: {x.min()} to {x.max()} among them, kernels read 32 bits")
     return predicate

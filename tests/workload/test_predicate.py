@@ -19,9 +19,11 @@ KERNELS = [(jax_impl.kernels, "flex", FULL), (jax_impl.kernels, "flex_sparse", B
 @pytest.mark.parametrize("arrays, said", [
     ({"q_arrays": (np.arange(59),)}, r"q_arrays: int64 \(59,\) among them, not 60 integers"),
     ({"kv_arrays": (np.arange(70), np.zeros(70))}, "kv_arrays: float64"),
+    ({"q_arrays": (np.arange(60) + (1 << 32),)}, "q_arrays: 4294967296 to 4294967355 among them, kernels read 32 bits"),
+    ({"kv_arrays": (np.full(70, 1 << 31, np.uint32),)}, "kv_arrays: 2147483648 to"),
 ])
 def test_arrays_that_do_not_fit_are_named(arrays, said):
-    """A shorter one would be read past its end."""
+    """A shorter one would be read past its end; of a wider one the low bits, so that two documents became one."""
     with pytest.raises(ValueError, match="a mask_mod reads them, and there is none"):
         Predicate(None, None, **arrays)
     predicate = Predicate(lambda b, h, i, j, *_: j >= i, None, **arrays)
