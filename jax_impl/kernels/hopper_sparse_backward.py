@@ -68,13 +68,15 @@ def sparse_backward(
 
     dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
     lse, delta = -lse / (scale * LOG2E), -delta
-    part = grad_dtype if apart is None else jnp.dtype(jnp.float32)
+    grouped = group > 1
+    part = grad_dtype if grouped or apart is None else jnp.dtype(jnp.float32)
     grads = pairs_backward(q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part)
     if apart is not None:
-        grads = roles_backward(
+        rest = roles_backward(
             q, k, v, dout, statistics(lse, delta), dq, apart, scale, tiles.roles, grid(apart), grad_dtype=grad_dtype,
-            before=grads)
-    if group > 1:  # one pass costs less than additions to memory at the end of every thread block
+            before=() if grouped else grads)
+        grads = [x.astype(jnp.float32) + y for x, y in zip(grads, rest, strict=True)] if grouped else rest
+    if grouped:  # one pass over 16-bit parts costs less than sums in memory at the end of every thread block
         grads = [x.reshape(*x.shape[:2], kv_heads, group, dim).sum(axis=3, dtype=jnp.float32).astype(grad_dtype)
                  for x in grads]
     return by_token(dq[...], q_heads, dq_scale, dq_dtype), *grads

@@ -42,9 +42,9 @@ class RoleTiles:
 
 def roles_backward(
     q, k, v, dout, statistics, dq, lists: Lists, scale: float, tiles: RoleTiles, grid: KeyGrid, *, grad_dtype,
-    before
+    before=()
 ):
-    """dk and dv of the lists, whose rows are 64 keys, added to those of `before`; otherwise as `pairs_backward`."""
+    """dk and dv of the lists, whose rows are 64 keys, added to those of `before`, if any; else as `pairs_backward`."""
     batch, _, q_heads, dim = q.shape
     dtype = q.dtype
     kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype)
@@ -130,7 +130,9 @@ class _Backward:
 
     def body(self, q_g, k_g, v_g, do_g, statistics_g, dq_g, *refs, **scratch):
         """One thread block: a tile of keys of a kv head, in one of its query heads."""
-        before, lists, (dk_g, dv_g) = refs[:2], refs[2:-2], refs[-2:]
+        *refs, dk_g, dv_g = refs
+        lists = refs[-len(dataclasses.fields(ListRefs)) :]
+        before = refs[: -len(lists)] or (None, None)
         s, refs = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
         block, warpgroup = _Block(self, s, *self.grid.here(refs), *before), lax.axis_index("warpgroup")
         for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
@@ -152,8 +154,8 @@ class _Block:
     kv_head: jax.Array
     q_head: jax.Array
     walk: Walk
-    dk_before: jax.Ref
-    dv_before: jax.Ref
+    dk_before: jax.Ref | None
+    dv_before: jax.Ref | None
 
     @property
     def _steps(self):
@@ -201,7 +203,8 @@ class _Block:
     def _write(self, grad, before, staging, gmem):
         """A gradient to device memory, once no warpgroup reads shared keys or values any more."""
         here, dtype = (self.batch, self._keys, self.q_head), self.kernel.grad_dtype
-        grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
+        if before is not None:
+            grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
         plgpu.barrier_arrive(self.s.ended)
         plgpu.barrier_wait(self.s.ended)
         if dtype.itemsize == 2:
