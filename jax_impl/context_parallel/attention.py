@@ -23,7 +23,8 @@ def attention(q, k, v, mask, *, scheme: str, mesh: Mesh, scale: float | None = N
         the order of `shard`, padding included.
       mask: the global `IntervalMask` or `BlockMask`.
       scheme, mesh, options: see `make_plan`. Inside jit, the mask's data become constants of the program: make the
-        plan outside, hand it in as an argument and call `attend`, and other documents do not compile anew.
+        plan outside, with skip=False, hand it in as an argument and call `attend`, and other documents do not compile
+        anew.
       scale: logit scale, head_dim ** -0.5 by default.
 
     Returns: out as q; with `with_lse`, (out, lse float32 [batch, q_heads, world * q_length]). Padding rows are
