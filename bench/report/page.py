@@ -2,8 +2,10 @@
 
 import html
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from bench import options
 from bench.report import aggregate, pictures, tables
@@ -99,6 +101,8 @@ def _summary(rows, found, anchors, answers) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
              for status, n in sorted(counts.items(), key=lambda x: -x[1])]
+    where = Counter(_device(row["environment"]) for row in rows).most_common(1)
+    tiles = [(device, f"where {n:,} of {len(rows):,} rows ran") for device, n in where] + tiles
     unit, name = aggregate.unit_of(found)
     for row in rows:
         if row["kind"] == "ceiling" and row["status"] == "ok":
@@ -328,14 +332,19 @@ def _masks() -> str:
             f'<div class="masks">{figures}</div>')
 
 
+def _device(environment: Mapping[str, Any]) -> str:
+    """What computed a row."""
+    found = environment.get("device", environment.get("gpu", "no device"))
+    return f"CPU, {environment.get('processor', 'unknown')}" if found == "cpu" else found
+
+
 def _machine(rows) -> str:
     """A column a machine: what its rows say of it, several values where they differ."""
     machines: dict[tuple, dict[str, dict[str, None]]] = {}
     counts: dict[tuple, int] = {}
     for row in rows:
         environment = row["environment"]
-        device = environment.get("device", environment.get("gpu", "no device"))
-        key = device, environment.get("processor"), environment.get("cores")
+        key = _device(environment), environment.get("processor"), environment.get("cores")
         counts[key] = counts.get(key, 0) + 1
         held = machines.setdefault(key, {})
         for name, value in environment.items():
