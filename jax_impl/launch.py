@@ -31,7 +31,7 @@ _exchanges = itertools.count()
 
 
 @contextlib.contextmanager
-def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
+def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 300.0) -> Iterator[Place]:
     """The job's devices as this process's `jax.devices()`, for the time of a `with` block.
 
     Call it before anything touches a device.

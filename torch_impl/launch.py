@@ -23,7 +23,7 @@ __all__ = ["HOSTED", "LAGGED", "Place", "Progress", "RankFailure", "detect", "jo
 
 
 @contextlib.contextmanager
-def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 60.0) -> Iterator[Place]:
+def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 300.0) -> Iterator[Place]:
     """The process group of the job, for the time of a `with` block; NCCL where a GPU is seen, else gloo.
 
     Args:

@@ -35,7 +35,7 @@ class Job:
       deadline_s: longest wait for a peer in a collective; past it the process ends, naming rank, step and peer.
     """
 
-    def __init__(self, device: torch.device | str | None = None, *, deadline_s: float = 60.0):
+    def __init__(self, device: torch.device | str | None = None, *, deadline_s: float = 300.0):
         own = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         self.device = own if device is None else torch.device(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
