@@ -292,6 +292,6 @@ def _timelines(found: Sequence[Row]) -> str:
         pictures.plt.close(figure)
     if not parts:
         return ""
-    note = (f"<p class='soft'>{timeline.LEGEND} The folder <code>traces</code> beside this page holds both passes of "
-            "every such row for Perfetto.</p>")
+    note = (f"<p class='soft'>{timeline.LEGEND} <code>bench.report</code> writes both passes of every such row "
+            "into a folder <code>traces</code>, for Perfetto.</p>")
     return f"<h3>Timelines of the other schemes</h3>{note}{''.join(parts)}"

@@ -36,7 +36,8 @@ def _agreement(rows: Sequence[Row]) -> str:
         "are refused by one stack or both. Both stacks read the same bits; each is held to float64 attention, then to "
         "the other. A cell of the matrix is the worst error of all shapes, passes, numbers of ranks and results (out, "
         "lse, dq, dk, dv) as a share of its budget: 1 is the limit. The budget is a small multiple of what a naive run "
-        "in that dtype loses on the same data. Every error and budget stands in <code>parity.csv</code>.</p>")
+        "in that dtype loses on the same data. <code>bench.report</code> writes every error and budget into "
+        "<code>parity.csv</code>.</p>")
     return note + _status(found) + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
         + f"<details><summary>{len(body):,} cells</summary>{page.table(HEAD, body)}</details>"
 
