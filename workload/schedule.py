@@ -17,7 +17,7 @@ from workload.local_masks import pad_mask, select_heads
 from workload.problem import ITEM_BYTES, AttentionProblem
 from workload.sharding import KINDS, Sharding, shardings
 from workload.signature import Signature, Step
-from workload.topology import Hop, Topology, head_layout
+from workload.topology import Hop, Topology, head_layout, make_topology
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 SHARDINGS = (*KINDS, "best")
@@ -239,8 +239,9 @@ def make_schedule(
       travel: dtype of gradient sums in flight: "float32", or the problem's dtype at half the bytes and less precision.
       with_lse: return lse in token order as well.
 
-    Raises ValueError naming the argument that disagrees with another.
+    Raises ValueError naming the argument that disagrees with another, `Unsupported` where the scheme has another grid.
     """
+    make_topology(scheme, topology.world, ulysses=topology.ulysses)  # raises where the scheme has no such grid
     kv_sharding = q_sharding if kv_sharding is None else kv_sharding
     for label, sharding, n in (
         ("q_sharding", q_sharding, problem.q_len), ("kv_sharding", kv_sharding, problem.kv_len)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from workload.errors import integer
+from workload.errors import ascending, integer
 from workload.topology import Topology
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
@@ -33,14 +33,11 @@ class Sharding:
     kind: str = "custom"
 
     def __post_init__(self):
-        positions = tuple(np.asarray(p, np.int64) for p in self.positions)
+        object.__setattr__(self, "total", integer("total", self.total))
+        positions = tuple(ascending("positions", p, self.total) for p in self.positions)
         object.__setattr__(self, "positions", positions)
-        if any((np.diff(p) <= 0).any() for p in positions):
-            raise ValueError("positions: each rank's must ascend")
         held = np.zeros(self.total, np.int64)
         for p in positions:
-            if p.size and (p[0] < 0 or p[-1] >= self.total):
-                raise ValueError(f"positions: outside 0..{self.total - 1}")
             held[p] += 1
         if (held != 1).any():
             raise ValueError(f"positions: token {int(np.argmax(held != 1))} is held {held[held != 1][0]} times")

@@ -234,7 +234,8 @@ def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
     ("--schemes=ring --ulysses=2", "--ulysses: only usp and loongtrain take one"),
     ("--inside", "--inside: jax times no step alone"),
     ("--head_groups=2 --schemes=ring", "--head_groups: only ulysses and all_gather take more than 1"),
-    ("--head_groups=3", "--head_groups: ulysses: head_groups 3: a rank has 4 kv heads, on 2 ranks"),
+    ("--head_groups=3 --q_heads=8 --kv_heads=8",
+     "--head_groups: ulysses: head_groups 3: a rank has 4 kv heads, on 2 ranks"),
     ("--head_groups=2 --masks=uniform_block", "--head_groups: ulysses: head_groups 2: the mask differs by head"),
 ])
 def test_a_bad_flag_is_named(flag, words, tmp_path):

@@ -106,8 +106,8 @@ def test_the_page_is_whole_and_self_contained(folder):
     assert "prefers-color-scheme: dark" in text and "@import" not in text and "url(http" not in text
     assert text.count('<img alt="') == len(ALL_BUILDERS)
     for said in ("needs &lt;a&gt; Hopper &amp; co", "no answer within 3 s", "signal 9", "RESOURCE_EXHAUSTED",
-                 "&lt;card &amp; co&gt;</b>where", "1 of 2 cells pass; 1 more are refused", "python -m x", "1.25", "605 (0.95)",
-                 "jax<br>fa3@64:64"):
+                 "&lt;card &amp; co&gt;</b>where", "1 of 2 cells pass; 1 more are refused", "python -m x", "1.25",
+                 "605 (0.95)", "jax<br>fa3@64:64"):
         assert said in text, said
 
 

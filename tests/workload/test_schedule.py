@@ -344,6 +344,17 @@ def test_arguments_that_disagree_are_named(options, word):
         make_schedule("ring", problem, topology, sharding, **options)
 
 
+@pytest.mark.parametrize("scheme,grid,said", [
+    ("rings", "ring", "scheme: 'rings' is none of"),
+    ("ring", "ulysses", "ring: ulysses 4: the scheme has 1 at world 4"),
+    ("ulysses", "ring", "ulysses: ulysses 1: the scheme has 4 at world 4")])
+def test_a_scheme_on_anothers_grid_is_refused(scheme, grid, said):
+    """It was that other scheme, under this one's name."""
+    topology, problem = make_topology(grid, 4), problem_of(masks.full(16, 16))
+    with pytest.raises(ValueError, match=said):
+        schedule_under(scheme, problem, topology, "zigzag")
+
+
 def test_a_thousand_ranks_in_seconds():
     tokens, world = 1 << 20, 1024
     mask = masks.causal_document(tokens, tokens, [tokens // 4, tokens // 2, tokens // 8, tokens // 8])

@@ -87,7 +87,8 @@ def test_a_rectangular_mask_has_two_shardings_and_a_square_one_one():
 
 @pytest.mark.parametrize("positions,total,word", [
     (([0, 1], [1, 2]), 3, "token 1 is held 2"), (([0], [2]), 3, "token 1 is held 0"), (([1, 0], [2]), 3, "ascend"),
-    (([0], [3]), 3, "outside"),
+    (([0.5], [1]), 2, "strictly ascending within 0..1"), (([[0], [1]],), 2, "ascending"), (([0],), 1.5, "total: 1.5"),
+    (([0], [3]), 3, "within 0..2"),
 ])
 def test_custom_positions_are_checked(positions, total, word):
     with pytest.raises(ValueError, match=word):
