@@ -151,6 +151,20 @@ class Pieces:
         """Row tiles of keys, likewise."""
         return self.mask.kv_blocks + (self.mask.kv_blocks % 2 if self.even else 0)
 
+    @property
+    def q_bounds(self) -> np.ndarray:
+        """Bounds of the row tiles of queries, int32 [heads, q_tiles + 1]."""
+        return _with_tiles(self.mask.q_bounds, self.q_tiles)
+
+    @property
+    def kv_bounds(self) -> np.ndarray:
+        """Bounds of the row tiles of keys, likewise."""
+        return _with_tiles(self.mask.kv_bounds, self.kv_tiles)
+
+
+def _with_tiles(bounds: np.ndarray, tiles: int) -> np.ndarray:
+    return np.pad(bounds, ((0, 0), (0, tiles + 1 - bounds.shape[1])), mode="edge")
+
 
 def pieces(mask: BlockMask, q_tile: int, kv_tile: int, even: bool) -> Pieces:
     """Cuts a mask; tokens are laid out anew unless the tiles divide blocks of one size."""
@@ -163,30 +177,40 @@ def pieces(mask: BlockMask, q_tile: int, kv_tile: int, even: bool) -> Pieces:
     return dataclasses.replace(cut, q_layout=layouts[0], kv_layout=layouts[1])
 
 
-def both_ways(cut: Pieces, device=None) -> tuple[Lists, Lists]:
-    """The lists of a cut mask by row tile of queries, and by row tile of keys; transposed on the device."""
-    mask = cut.mask
-    put = functools.partial(jax.device_put, device=device)
-    bounds = [np.pad(b, ((0, 0), (0, n + 1 - b.shape[1])), mode="edge")
-              for b, n in ((mask.q_bounds, cut.q_tiles), (mask.kv_bounds, cut.kv_tiles))]
-    (q_starts, q_ends), (kv_starts, kv_ends) = ((put(b[:, :-1]), put(b[:, 1:])) for b in bounds)
-    first_row = np.minimum(bounds[0][:, :-1], max(0, mask.q_len - 1))
+def by_query(cut: Pieces, device=None) -> Lists:
+    """The lists of a cut mask, rows being queries."""
+    limits = np.pad(cut.mask.limits, (0, 1))
+    return _lists(_listed(cut, device), *_spans(cut.kv_bounds, device), jax.device_put(
+        _by_row(cut.q_bounds, cut.q_tile, limits.astype(np.int32)), device), cut.q_tile, cut.kv_tile, False)
+
+
+def by_key(cut: Pieces, device=None) -> Lists:
+    """The lists of a cut mask, rows being keys; transposed on the device."""
+    mask, lists = cut.mask, transposed(_listed(cut, device), column_tiles=cut.kv_tiles)
+    first = np.pad(np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right"), (0, 1), constant_values=NEVER)
+    return _lists(_short(lists), *_spans(cut.q_bounds, device), jax.device_put(
+        _by_row(cut.kv_bounds, cut.kv_tile, first.astype(np.int32)), device), cut.kv_tile, cut.q_tile, True)
+
+
+def _listed(cut: Pieces, device) -> TileLists:
+    """The pieces of keys that each row tile of queries lists."""
+    mask, more = cut.mask, cut.q_tiles - cut.mask.q_blocks
+    first_row = np.minimum(cut.q_bounds[:, :-1], max(0, mask.q_len - 1))
     least = mask.limits[first_row] if mask.q_len else np.zeros_like(first_row)
-    more = cut.q_tiles - mask.q_blocks
-    counts = np.pad(mask.counts, ((0, 0), (0, more)))
-    indices = np.pad(mask.indices, ((0, 0), (0, more), (0, 0)))
-    lists = piece_lists(put(counts), put(indices), kv_starts, kv_ends, put(least), piece=cut.kv_tile,
-                        ordered=mask.block is not None)
-    by_key = transposed(lists, column_tiles=cut.kv_tiles)
-    longest = max(1, int(by_key.counts.max()))
-    by_key = TileLists(by_key.full, by_key.counts, by_key.indices[:, :, :longest])
-    limits = np.pad(mask.limits, (0, 1))
-    first_query = np.pad(np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right"), (0, 1),
-                         constant_values=NEVER)
-    high = put(_by_row(bounds[0], cut.q_tile, limits.astype(np.int32)))
-    low = put(_by_row(bounds[1], cut.kv_tile, first_query.astype(np.int32)))
-    return (_lists(lists, kv_starts, kv_ends, high, cut.q_tile, cut.kv_tile, False),
-            _lists(by_key, q_starts, q_ends, low, cut.kv_tile, cut.q_tile, True))
+    counts, indices = (np.pad(x, ((0, 0), (0, more), (0, 0))[: x.ndim]) for x in (mask.counts, mask.indices))
+    put = functools.partial(jax.device_put, device=device)
+    return piece_lists(put(counts), put(indices), *_spans(cut.kv_bounds, device), put(least), piece=cut.kv_tile,
+                       ordered=mask.block is not None)
+
+
+def _spans(bounds: np.ndarray, device) -> tuple[jax.Array, jax.Array]:
+    """First tokens of the pieces, and the tokens after the last."""
+    return jax.device_put((bounds[:, :-1], bounds[:, 1:]), device)
+
+
+def _short(lists: TileLists) -> TileLists:
+    """The lists without slots that none fills."""
+    return TileLists(lists.full, lists.counts, lists.indices[:, :, : max(1, int(lists.counts.max()))])
 
 
 def by_pairs(lists: Lists) -> tuple[Lists, Lists]:
@@ -194,8 +218,7 @@ def by_pairs(lists: Lists) -> tuple[Lists, Lists]:
     sides = paired(TileLists(lists.full, lists.counts, lists.indices), column_tiles=lists.starts.shape[1])
     out = []
     for side, rows in zip(sides, (2 * lists.rows, lists.rows), strict=True):
-        short = TileLists(side.full, side.counts, side.indices[:, :, : max(1, int(side.counts.max()))])
-        out.append(_lists(short, lists.starts, lists.ends, lists.bound, rows, lists.piece, lists.by_key))
+        out.append(_lists(_short(side), lists.starts, lists.ends, lists.bound, rows, lists.piece, lists.by_key))
     return out[0], out[1]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_impl.kernels.hopper_forward import LOG2E, round_up
 from jax_impl.kernels.hopper_kernel import whole_rows
-from jax_impl.kernels.hopper_lists import Layout, Lists, both_ways, by_pairs, pieces
+from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, pieces
 from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
 from jax_impl.kernels.hopper_sparse_forward import SparseTiles, sparse_forward
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
@@ -72,13 +72,11 @@ def prepare(
     wide = divides if wide is None else wide and divides
     schedules = schedules or default_schedules(problem.head_dim, wide)
     if wide:
-        by_query = both_ways(pieces(mask, WIDE, WIDE, False), device)[0]
-        by_key = both_ways(pieces(mask, NARROW, WIDE, False), device)[1]
-        return SparseOperands(by_query, by_key, None, None, None, schedules)
+        queries, keys = pieces(mask, WIDE, WIDE, False), pieces(mask, NARROW, WIDE, False)
+        return SparseOperands(by_query(queries, device), by_key(keys, device), None, None, None, schedules)
     cut = pieces(mask, NARROW, NARROW, True)
-    by_query, by_key = both_ways(cut, device)
     layouts = jax.device_put((cut.q_layout, cut.kv_layout), device)
-    return SparseOperands(by_query, *by_pairs(by_key), *layouts, schedules)
+    return SparseOperands(by_query(cut, device), *by_pairs(by_key(cut, device)), *layouts, schedules)
 
 
 def heads_last(x):
