@@ -173,7 +173,8 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
                   for of, tokens in zip(arrays, (lists.rows, lists.piece), strict=True))
         base = ListPolicy(lists, problem.q_heads, used.mask_mod is not None)
         scored = used.score_mod and _Scored(used.score_mod, queries, keys)
-        length = (problem.q_len if lists.by_key else problem.kv_len) if not laid else lists.piece
+        across = problem.q_len if lists.by_key else problem.kv_len
+        length = lists.piece if laid else across  # what is laid out ends in a whole tile
         return Traced(base, *padded, _Within(used.mask_mod, queries, keys), scored, length, lists.rows, lists.piece,
                       lists.by_key)
 
