@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_impl.kernels.walks import BlockElements, ListWalk, RowIntervals
 from workload.block_masks import BlockMask
+from workload.local_masks import pad_mask
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +113,11 @@ def _ranked(picture, longest: int):
     return leading, (picture > 0).sum(axis=1, dtype=jnp.int32), lists
 
 
+def _some(mask: BlockMask) -> BlockMask:
+    """The mask with a row that sees nothing and a key that nobody sees, where it has none: lists have tiles."""
+    return pad_mask(mask, max(1, mask.q_len), max(1, mask.kv_len))
+
+
 def divides(mask: BlockMask, *tiles: int) -> bool:
     """Whether the mask has uniform blocks that all of these tile sizes divide."""
     return mask.block is not None and not any(mask.block % n for n in tiles)
@@ -119,6 +125,7 @@ def divides(mask: BlockMask, *tiles: int) -> bool:
 
 def query_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=None) -> ListWalk:
     """The walk with tiles of `rows` queries as rows, under blocks of any size."""
+    mask = _some(mask)
     ends = _padded(mask.limits, rows)
     elements = jax.device_put(RowIntervals(np.zeros_like(ends), ends), device)
     if divides(mask, rows, columns):
@@ -130,6 +137,7 @@ def query_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=No
 
 def key_walk(mask: BlockMask, q_heads: int, rows: int, columns: int, device=None) -> ListWalk:
     """The walk with tiles of `rows` keys as rows and `columns` queries as columns, under blocks of any size."""
+    mask = _some(mask)
     starts = np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right").astype(np.int32)
     ends = np.full_like(starts, mask.q_len)
     elements = jax.device_put(RowIntervals(_padded(starts, rows), _padded(ends, rows)), device)

@@ -116,8 +116,9 @@ def key_walk(mask: BlockMask, launch: Launch, device=None) -> ListWalk:
     """The walk with tiles of `launch.rows` keys as rows and `launch.cols` queries as columns."""
     limits = torch.as_tensor(mask.limits, device=device)
     lists = _lists(mask, limits, launch.cols, launch.rows)
-    longest = max(1, int(_listings(lists, -(-mask.kv_len // launch.rows)).max()))
-    return _walk(transposed(lists, column_tiles=-(-mask.kv_len // launch.rows), longest=longest), limits, launch)
+    tiles = -(-mask.kv_len // launch.rows)
+    longest = max(1, int(_listings(lists, tiles).max())) if tiles else 1
+    return _walk(transposed(lists, column_tiles=tiles, longest=longest), limits, launch)
 
 
 def _listings(lists: TileLists, column_tiles: int) -> torch.Tensor:

@@ -105,6 +105,16 @@ def test_one_key_block_for_all_and_none_for_some():
     assert not np.asarray(got["out"][0, :, 1]).any() and np.isneginf(got["lse"][0, 1]).all()
 
 
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("rows, keys", [(0, 70), (50, 0), (0, 0)])
+def test_a_shard_of_no_keys_or_no_queries(name, rows, keys):
+    """Out is 0 and lse -inf, no key gets a gradient; no list has a tile to name."""
+    mask = uniform_block(50, 70, 1, 32, 0.6, seed=3).restrict(np.arange(rows), np.arange(keys))
+    problem, kernel = AttentionProblem(mask, 1, 2, 1, 16, "float32"), kernels.get(name)
+    got = run(kernel, 0.25, kernel.prepare(problem), *tensors(problem))
+    assert np.isneginf(got.pop("lse")).all() and not any(np.asarray(x).any() for x in got.values())
+
+
 def test_zero_padded_lists_mean_the_same():
     """Lists of a rank that has fewer entries, padded with zeros, give the same bits."""
     mask = uniform_block(80, 112, 2, 16, 0.4, causal=True, seed=9)

@@ -110,6 +110,16 @@ def test_float32_results_of_half_precision_operands():
 
 
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("rows, keys", [(0, 70), (50, 0), (0, 0)])
+def test_a_shard_of_no_keys_or_no_queries(name, rows, keys):
+    """Out is 0 and lse -inf, no key gets a gradient; no list has a tile to name."""
+    mask = uniform_block(50, 70, 1, 32, 0.6, seed=3).restrict(np.arange(rows), np.arange(keys))
+    problem = AttentionProblem(mask, 1, 2, 1, 16, "float32")
+    got = run(name, problem, 0.25, *inputs(problem))
+    assert (got.pop("lse") == -torch.inf).all() and not any(x.any() for x in got.values())
+
+
+@pytest.mark.parametrize("name", SPARSE)
 def test_refusals_name_the_block(name):
     """Blocks that no tile divides, variable ones and odd head dims are refused before anything is built."""
     refuse = kernels.get(name).capability.refuse
