@@ -192,13 +192,12 @@ def _layouts(cut: Pieces, device) -> tuple[Layout, Layout] | None:
 
 def _at_places(x: np.ndarray, layout: Layout) -> np.ndarray:
     """A vector by token as one by place, 0 where none stands."""
-    token = layout.token[0]
-    return np.where(token > 0, np.asarray(x)[token - 1], 0)
+    return np.append(x, 0)[layout.token[0] - 1]
 
 
 def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
-    if operands.forward is None:
+    if operands.forward is None or not q.size or not k.size:
         return hopper_kernel.forward(q, k, v, operands.policies, scale, out_dtype=out_dtype)
     queries, keys = operands.forward
     out, lse = hopper_kernel.forward(
@@ -208,7 +207,7 @@ def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=No
 
 def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract."""
-    if operands.backward is None:
+    if operands.backward is None or not q.size or not k.size:
         return hopper_kernel.backward(
             q, k, v, out, lse, dout, operands.policies, scale, grad_dtype=grad_dtype, delta=delta)
     queries, keys = operands.backward

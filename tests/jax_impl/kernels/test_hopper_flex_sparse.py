@@ -68,6 +68,17 @@ def test_a_predicate_and_logits_of_ones_own(block):
         assert relative_error(np.asarray(got[label], np.float64), np.asarray(want)) < 8e-3, label
 
 
+@pytest.mark.parametrize("block", [128, 48])
+@pytest.mark.parametrize("rows, keys", [(0, 200), (140, 0), (0, 0)])
+def test_a_shard_of_no_keys_or_no_queries(block, rows, keys):
+    """Out is 0 and lse -inf, no key gets a gradient; no kernel runs."""
+    mask = uniform_block(140, 200, 1, block, 0.6, seed=2).restrict(np.arange(rows), np.arange(keys))
+    problem = AttentionProblem(mask, 1, 2, 1, 64)
+    got = run(KERNEL, problem.scale, prepare(problem), *(jnp.asarray(x, jnp.bfloat16) for x in inputs(problem)))
+    assert np.isneginf(got.pop("lse")).all() and not any(np.asarray(x).any() for x in got.values())
+    assert [x.shape[1] for x in got.values()] == [rows, rows, keys, keys]
+
+
 @pytest.mark.parametrize("head_dim, block", [(64, 256), (128, 256), (128, 192)])
 def test_lowers_to_an_h200(head_dim, block):
     problem = AttentionProblem(uniform_block(1000, 1100, 2, block, 0.5, causal=True), 2, 4, 2, head_dim)
