@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workload.columns import ColumnBounds, column_bounds
-from workload.errors import MOST, ascending, integer, length
+from workload.errors import ascending, integer, length
 from workload.tiles import TileRuns, tile_runs
 
 Intervals = tuple[np.ndarray, np.ndarray]
@@ -49,7 +49,7 @@ class IntervalMask:
         (kv_len, kv_len) and stands after the present ones.
       kv_len: number of keys.
       name: pattern name, one of `STATIC_MASKS`, or "custom" for derived masks.
-      params: the parameters the pattern was built with.
+      params: the parameters the pattern was built with, none larger than its lengths have a use for.
       regular: hand-over to regular kernels, or None where the pattern is heterogeneous.
 
     Build it with a pattern function or `from_intervals`, which normalises and validates.
@@ -258,6 +258,11 @@ def _positions(q_len: int, kv_len: int) -> np.ndarray:
     return np.arange(q_len, dtype=np.int32) + np.int32(kv_len - q_len)
 
 
+def _at_most(label: str, value: int, enough: int, low: int = 0) -> int:
+    """A parameter as an int, cut where more of it says nothing more: kernels compute with it in 32 bits."""
+    return min(integer(label, value, low), int(enough))
+
+
 def _moved(position: np.ndarray, by: int, kv_len: int) -> np.ndarray:
     """position + by within 0..kv_len; no sum leaves 32 bits, as `position + by` would."""
     return np.clip(position + np.int64(by), 0, kv_len).astype(np.int32)
@@ -338,17 +343,15 @@ def causal_document(q_len: int, kv_len: int, lengths: Sequence[int]) -> Interval
 
 def full_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees abs(i - j) <= window (inclusive both sides). Area T(2w+1) - w(w+1) for w < T."""
-    p, w = _positions(q_len, kv_len), integer("window", window)
-    regular, near = Regular(window=(w, w)), min(w, MOST)
-    pairs = [(_moved(p, -near, kv_len), _moved(p, near + 1, kv_len))]
+    p, w = _positions(q_len, kv_len), _at_most("window", window, q_len + kv_len)
+    regular, pairs = Regular(window=(w, w)), [(_moved(p, -w, kv_len), _moved(p, w + 1, kv_len))]
     return _make("full_sliding_window", p, kv_len, pairs, regular=regular, window=w)
 
 
 def causal_sliding_window(q_len: int, kv_len: int, window: int) -> IntervalMask:
     """Row i sees 0 <= i - j <= window (window + 1 tokens). Area T(w+1) - w(w+1)/2 for w < T."""
-    p, w = _positions(q_len, kv_len), integer("window", window)
-    regular = Regular(causal=True, window=(w, 0))
-    pairs = [(_moved(p, -min(w, MOST), kv_len), p + 1)]
+    p, w = _positions(q_len, kv_len), _at_most("window", window, q_len + kv_len)
+    regular, pairs = Regular(causal=True, window=(w, 0)), [(_moved(p, -w, kv_len), p + 1)]
     return _make("causal_sliding_window", p, kv_len, pairs, regular=regular, window=w)
 
 
@@ -377,9 +380,9 @@ def shared_question(q_len: int, kv_len: int, groups: Sequence[Sequence[int]]) ->
 
 def global_sliding_window(q_len: int, kv_len: int, global_tokens: int, window: int) -> IntervalMask:
     """Row i sees j iff i < g or j < g or abs(i - j) <= window."""
-    p, g, w = _positions(q_len, kv_len), integer("global_tokens", global_tokens), integer("window", window)
-    near, first = min(w, MOST), np.where(p < g, kv_len, min(g, kv_len))
-    pairs = [(0, first), (_moved(p, -near, kv_len), _moved(p, near + 1, kv_len))]
+    p, w = _positions(q_len, kv_len), _at_most("window", window, q_len + kv_len)
+    g = _at_most("global_tokens", global_tokens, kv_len)
+    pairs = [(0, np.where(p < g, kv_len, g)), (_moved(p, -w, kv_len), _moved(p, w + 1, kv_len))]
     return _make("global_sliding_window", p, kv_len, pairs, global_tokens=g, window=w)
 
 
@@ -393,8 +396,8 @@ def causal_blockwise(q_len: int, kv_len: int, blocks: Sequence[int]) -> Interval
 
 def prefix_lm_causal(q_len: int, kv_len: int, prefix: int) -> IntervalMask:
     """Row i sees j <= i or j < prefix."""
-    p, n = _positions(q_len, kv_len), integer("prefix", prefix)
-    return _make("prefix_lm_causal", p, kv_len, [(0, np.maximum(p + 1, min(n, kv_len)))], prefix=n)
+    p, n = _positions(q_len, kv_len), _at_most("prefix", prefix, kv_len)
+    return _make("prefix_lm_causal", p, kv_len, [(0, np.maximum(p + 1, n))], prefix=n)
 
 
 def prefix_lm_document(q_len: int, kv_len: int, lengths: Sequence[int], prefixes: Sequence[int]) -> IntervalMask:
@@ -412,7 +415,7 @@ def prefix_lm_document(q_len: int, kv_len: int, lengths: Sequence[int], prefixes
 def block_causal_document(q_len: int, kv_len: int, lengths: Sequence[int], block: int) -> IntervalMask:
     """Inside a document, row i sees every block up to and with its own (blocks count from its start)."""
     p, lengths = _positions(q_len, kv_len), _lengths("lengths", lengths, kv_len)
-    b = integer("block", block, low=1)
+    b = _at_most("block", block, max(1, kv_len), low=1)
     _, s, e = _segments(lengths, p)
     end = s + ((np.maximum(p, 0) - s).astype(np.int64) // b + 1) * b
     return _make("block_causal_document", p, kv_len, [(s, np.minimum(end, e))], lengths=lengths, block=b)

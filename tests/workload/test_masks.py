@@ -337,6 +337,18 @@ def test_windows_near_the_end_of_32_bits(name, extra, keys, window):
     assert mask.row_area.tolist() == [min(keys, window + 1)]
 
 
+@pytest.mark.parametrize("name,parameters", [
+    ("full_sliding_window", ("window",)), ("causal_sliding_window", ("window",)), ("prefix_lm_causal", ("prefix",)),
+    ("global_sliding_window", ("global_tokens", "window"))])
+@pytest.mark.parametrize("huge", [(1 << 31) - 1, 1 << 70])
+def test_parameters_beyond_the_lengths_are_cut(name, parameters, huge):
+    """D18's kind: "unbounded" as a large number; a kernel that added a position to it saw no key, without a word."""
+    mask, enough = (masks.STATIC_MASKS[name](5, 7, **dict.fromkeys(parameters, n)) for n in (huge, 12))
+    assert all(mask.params[p] == enough.params[p] <= 12 for p in parameters)
+    np.testing.assert_array_equal(mask.dense(), enough.dense())
+    assert mask.regular == enough.regular
+
+
 def test_lengths_beyond_32_bits_are_refused_by_name():
     for q_len, kv_len, label in ((1, 1 << 31, "kv_len"), (1 << 31, 1, "q_len")):
         with pytest.raises(ValueError, match=f"^{label}: 2147483648 is more than 2147483647 tokens"):
