@@ -141,6 +141,18 @@ def test_offsets_and_lengths_are_one_fact():
         assert "does not take mask" in kernels.get(name).capability.refuse(AttentionProblem(padded, 1, 1, 1, 64))
 
 
+@pytest.mark.parametrize("mask, flash2, cute", [
+    (masks.full(6, 9), (-1, -1), (False, None, None)), (masks.causal(6, 9), (-1, 0), (True, None, None)),
+    (masks.full_sliding_window(6, 9, 3), (3, 3), (False, 3, 3)),
+    (masks.causal_sliding_window(6, 9, 2), (2, 0), (False, 2, 0))], ids=["full", "causal", "window", "causal_window"])
+def test_an_open_side_of_a_window_is_told_in_each_package_s_word(mask, flash2, cute):
+    """D18: -1 given to a kernel that wants None hid all keys."""
+    operands = fa2.regular_operands(AttentionProblem(mask))
+    assert fa2._window(operands) == flash2 == tuple(fa3._interface_window(operands).values())
+    told = fa3._cute_options(operands, 1.0)
+    assert (told["causal"], told["window_size_left"], told["window_size_right"]) == cute
+
+
 def test_rows_before_the_first_key_are_a_document_without_keys():
     operands = fa2.prepare(AttentionProblem(masks.full_document(9, 5, (3, 2)), batch=1))
     assert operands.cu_q.tolist() == [0, 4, 7, 9] and operands.cu_kv.tolist() == [0, 0, 3, 5]
