@@ -89,16 +89,18 @@ def _honoured(scale: float, head_dim: int, **dtypes) -> None:
         raise Unsupported(f"torch kernel {NAME}", f"scale {scale}: it is fixed at head_dim ** -0.5")
 
 
-def _lists(operands: VsaOperands, batch: int) -> tuple:
-    indices, counts = (x.expand(batch, *x.shape[1:]).contiguous() for x in (operands.indices, operands.counts))
-    return indices, counts, operands.sizes
+def _by_entry(run, operands: VsaOperands, *tensors) -> list[torch.Tensor]:
+    """Results of run(tensors of one batch entry, lists), put together: the kernels take no more than one."""
+    parts = [run(*entry, operands.indices, operands.counts, operands.sizes)
+             for entry in zip(*(x.split(1) for x in tensors), strict=True)]
+    return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 def forward(q, k, v, operands, scale, *, out_dtype=None):
     """out and lse; see WORKSPACE.md for the contract. Raises `Unsupported` on another scale or out_dtype."""
-    (b, q_len, _, d) = q.shape
+    q_len, d = q.shape[1], q.shape[3]
     _honoured(scale, d, out_dtype=(out_dtype, q.dtype))
-    out, stored = _module().block_sparse_attn_sm90(*(_blocks(x) for x in (q, k, v)), *_lists(operands, b))
+    out, stored = _by_entry(_module().block_sparse_attn_sm90, operands, *(_blocks(x) for x in (q, k, v)))
     # The kernel stores -sqrt(head_dim) * lse.
     return out[:, :, :q_len].transpose(1, 2), stored[:, :, :q_len, 0].float() * -(d**-0.5)
 
@@ -106,11 +108,11 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
 def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta=None):
     """dq, dk, dv; out and lse may belong to a larger problem, delta is recomputed from out and dout."""
     del delta  # rowsum(out * dout) by contract: the kernel makes it from the two
-    (b, q_len, _, d), kv_len = q.shape, k.shape[1]
+    q_len, kv_len, d = q.shape[1], k.shape[1], q.shape[3]
     _honoured(scale, d, grad_dtype=(grad_dtype, q.dtype))
     stored = torch.nn.functional.pad(lse * -(d**0.5), (0, -q_len % BLOCK))[..., None].contiguous()
     blocks = [_blocks(x.to(q.dtype)) for x in (dout, q, k, v, out)]
-    grads = _module().block_sparse_attn_backward_sm90(*blocks, stored, *_lists(operands, b))
+    grads = _by_entry(_module().block_sparse_attn_backward_sm90, operands, *blocks, stored)
     return tuple(x[:, :, :n].transpose(1, 2) for x, n in zip(grads, (q_len, kv_len, kv_len), strict=True))
 
 

@@ -124,18 +124,52 @@ class DenseBlockSparse:
         return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), grads, strict=True))
 
 
-def test_cudnn_sparse_hands_over_the_mask(monkeypatch):
-    """Ragged both ways, two batch entries, a list per head: the oracle's results with a dense stand-in."""
-    problem = AttentionProblem(uniform_block(100, 150, 2, 64, 0.5, seed=2), 2, 2, 2, 16, "float32")
+def agrees(kernel, problem):
+    """Holds both passes of a package's kernel, with its stand-in, to the oracle."""
     q, k, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in inputs(problem))
     exact = [x.double().numpy() for x in (q, k, v, dout)]
     want = attention_oracle(*exact[:3], problem.mask, problem.scale, exact[3])
-    monkeypatch.setattr(cudnn_sparse, "package", lambda kernel, module: DenseBlockSparse)
-    operands = cudnn_sparse.prepare(problem)
-    out, lse = cudnn_sparse.forward(q, k, v, operands, problem.scale)
-    grads = cudnn_sparse.backward(q, k, v, out, lse, dout, operands, problem.scale)
+    operands = kernel.prepare(problem)
+    out, lse = kernel.forward(q, k, v, operands, problem.scale)
+    grads = kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)
     for name, got in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
         np.testing.assert_allclose(got.numpy(), getattr(want, name), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_cudnn_sparse_hands_over_the_mask(monkeypatch):
+    """Ragged both ways, two batch entries, a list per head: the oracle's results with a dense stand-in."""
+    problem = AttentionProblem(uniform_block(100, 150, 2, 64, 0.5, seed=2), 2, 2, 2, 16, "float32")
+    monkeypatch.setattr(cudnn_sparse, "package", lambda kernel, module: DenseBlockSparse)
+    agrees(cudnn_sparse, problem)
+
+
+class DenseVsa:
+    """Stands in for FastVideo's module: as `DenseBlockSparse`, of one batch entry; it stores -sqrt(head_dim) * lse."""
+
+    @staticmethod
+    def _lists(q, indices, counts, sizes):
+        if len(q) != 1:
+            raise RuntimeError("Batch size dim will be removed in the future, please set batch to 1")
+        return {"q2k_block_index": indices, "q2k_block_nums": counts, "block_sizes": sizes,
+                "sparse_block_size": vsa.BLOCK, "softmax_scale": q.shape[3]**-0.5}
+
+    @classmethod
+    def block_sparse_attn_sm90(cls, q, k, v, *lists):
+        found = DenseBlockSparse.block_sparse_attention_forward(q, k, v, **cls._lists(q, *lists))
+        return found["o_tensor"], found["lse_tensor"][..., None] * -(q.shape[3]**0.5)
+
+    @classmethod
+    def block_sparse_attn_backward_sm90(cls, dout, q, k, v, out, stored, *lists):
+        lse = stored[..., 0] * -(q.shape[3]**-0.5)
+        grads = DenseBlockSparse.block_sparse_attention_backward(dout, q, k, v, out, lse, **cls._lists(q, *lists))
+        return tuple(grads.values())
+
+
+def test_vsa_hands_over_one_batch_entry_at_a_time(monkeypatch):
+    """Ragged both ways, a list per head: the oracle's results with a dense stand-in that takes no more than one."""
+    problem = AttentionProblem(uniform_block(100, 150, 2, 64, 0.5, seed=2), 2, 2, 2, 16, "float32")
+    monkeypatch.setattr(vsa, "_module", lambda: DenseVsa)
+    agrees(vsa, problem)
 
 
 @pytest.mark.parametrize("name", ["vsa", "flashinfer", "cudnn_sparse"])
