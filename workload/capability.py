@@ -24,7 +24,6 @@ class Capability:
       head_dims: exact sizes, or None for any.
       grouped_heads: whether q_heads may exceed kv_heads.
       passes: "forward", "backward".
-      devices: "cpu", "gpu".
       square_only: whether q_len must equal kv_len.
       block_sizes: block sizes of dynamic masks, or None for any.
       positive_scale: whether scale must be above 0, as where a row's maximum is taken, and keys are hidden, before
@@ -37,7 +36,6 @@ class Capability:
     head_dims: tuple[int, ...] | None = None
     grouped_heads: bool = True
     passes: tuple[str, ...] = PASSES
-    devices: tuple[str, ...] = ("cpu", "gpu")
     square_only: bool = False
     block_sizes: tuple[int, ...] | None = None
     positive_scale: bool = False

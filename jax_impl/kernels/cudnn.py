@@ -156,7 +156,7 @@ def backward(q, k, v, out, lse, dout, operands: Operands, scale: float, *, grad_
 KERNEL = Kernel(
     "cudnn",
     CudnnCapability(
-        MASKS, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), devices=("gpu",), positive_scale=True,
+        MASKS, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), positive_scale=True,
         source=f"cuDNN fused attention through jax {jax.__version__}",
     ),
     prepare,

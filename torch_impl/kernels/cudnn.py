@@ -88,7 +88,7 @@ def available() -> str | None:
 
 KERNEL = Kernel(
     NAME,
-    CudnnCapability(("full", "causal"), dtypes=HALF, head_dims=(64, 128), devices=("gpu",), positive_scale=True,
+    CudnnCapability(("full", "causal"), dtypes=HALF, head_dims=(64, 128), positive_scale=True,
                     source=f"torch {torch.__version__}: SDPA with the cuDNN backend"),
     prepare,
     forward,

@@ -81,7 +81,7 @@ def available() -> str | None:
 
 KERNEL = Kernel(
     NAME,
-    Capability(ALL_STATIC, dtypes=HALF, head_dims=tuple(range(8, 129, 8)), devices=("gpu",), positive_scale=True,
+    Capability(ALL_STATIC, dtypes=HALF, head_dims=tuple(range(8, 129, 8)), positive_scale=True,
                source="nvidia-cudnn-frontend: cudnn.flex_attention, row-interval masks"),
     prepare,
     forward,

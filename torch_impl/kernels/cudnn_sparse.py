@@ -108,7 +108,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
 KERNEL = Kernel(
     NAME,
     BlockCapability(
-        ("uniform_block",), dtypes=("bfloat16",), head_dims=(128,), devices=("gpu",), block_sizes=(64, 128),
+        ("uniform_block",), dtypes=("bfloat16",), head_dims=(128,), block_sizes=(64, 128),
         positive_scale=True,
         source="nvidia-cudnn-frontend: cudnn.block_sparse_attention",
     ),

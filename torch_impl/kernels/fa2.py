@@ -186,7 +186,7 @@ def available() -> str | None:
 
 KERNEL = Kernel(
     NAME,
-    Capability(REGULAR, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), devices=("gpu",), positive_scale=True,
+    Capability(REGULAR, dtypes=HALF, head_dims=tuple(range(8, 257, 8)), positive_scale=True,
                source="flash-attn 2 where installed, else the same kernel in torch"),
     prepare,
     forward,

@@ -108,7 +108,7 @@ def _compile_ahead(problem: AttentionProblem, device: torch.device, passes=PASSE
 
 KERNEL = Kernel(
     NAME,
-    Capability(REGULAR, dtypes=HALF, head_dims=(64, 128, 256), devices=("gpu",), positive_scale=True,
+    Capability(REGULAR, dtypes=HALF, head_dims=(64, 128, 256), positive_scale=True,
                source="flash_attn.cute (flash-attn-4, Hopper path), else flash_attn_interface"),
     prepare,
     forward,

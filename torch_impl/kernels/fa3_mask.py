@@ -111,7 +111,7 @@ def available() -> str | None:
 
 KERNEL = Kernel(
     NAME,
-    Capability(ALL_STATIC, dtypes=HALF, head_dims=(64, 128), devices=("gpu",), positive_scale=True,
+    Capability(ALL_STATIC, dtypes=HALF, head_dims=(64, 128), positive_scale=True,
                source="flash_attn.cute (flash-attn-4, Hopper path): mask_mod and block lists"),
     prepare,
     forward,

@@ -99,7 +99,7 @@ def forward(q, k, v, operands, scale, *, out_dtype=None):
 KERNEL = Kernel(
     NAME,
     WrapperCapability(
-        DYNAMIC_MASKS, dtypes=HALF, head_dims=(64, 128, 256), passes=("forward",), devices=("gpu",),
+        DYNAMIC_MASKS, dtypes=HALF, head_dims=(64, 128, 256), passes=("forward",),
         positive_scale=True, source="flashinfer-python, VariableBlockSparseAttentionWrapper, fa3 backend",
     ),
     prepare,

@@ -119,7 +119,7 @@ def backward(q, k, v, out, lse, dout, operands, scale, *, grad_dtype=None, delta
 KERNEL = Kernel(
     NAME,
     Capability64(
-        ("uniform_block",), dtypes=("bfloat16",), head_dims=(64, 128), grouped_heads=False, devices=("gpu",),
+        ("uniform_block",), dtypes=("bfloat16",), head_dims=(64, 128), grouped_heads=False,
         block_sizes=(BLOCK,), source="fastvideo-kernel, wgmma",
     ),
     prepare,
