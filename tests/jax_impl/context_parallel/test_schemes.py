@@ -143,5 +143,10 @@ def test_loss_is_a_mean_over_tokens():
     assert_right(records("loss"))
 
 
+def test_shards_of_each_sharding():
+    assert len(found := records("shards", devices=4)) == 8
+    assert_right(found)
+
+
 def test_shares_of_a_kv_head_are_summed_in_float32():
     assert_right(records("sums", devices=2))

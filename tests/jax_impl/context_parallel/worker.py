@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ from workload.errors import Unsupported
 from workload.oracle import attention_oracle
 from workload.problem import PASSES, AttentionProblem
 from workload.schedule import make_schedule
-from workload.sharding import Sharding, shardings
+from workload.sharding import KINDS, Sharding, shardings
 from workload.topology import make_topology
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -421,6 +422,22 @@ def check_sums():
     placed = [cp.shard(x.astype(jnp.bfloat16), plan, s) for x, s in zip(arrays, SIDES, strict=True)]
     dv = np.asarray(collect(plan, jax.jit(both_passes)(*placed, plan))["dv"], np.float32)
     yield {"case": "ulysses", "wrong": [] if (dv == 2**-8).all() else [str(dv)]}
+
+
+def check_shards():
+    """J3: unshard(shard(x)) = x under each sharding, traced or not; positions say which token stands where, if any."""
+    mesh = cp.make_mesh(make_topology("ring", 4))
+    for kind, tokens in itertools.product(KINDS, (21, 0)):
+        problem = AttentionProblem(masks.causal(tokens, tokens), 1, 2, 2, 1, "float32")
+        plan = cp.make_plan(problem, scheme="ring", mesh=mesh, sharding=kind)
+        x = np.arange(1.0, tokens + 1, dtype=np.float32)[None, :, None]
+        at = np.asarray(cp.positions(plan))
+        wrong = [] if sorted(at[at >= 0]) == list(range(tokens)) else [str(at)]
+        for shard in (cp.shard, jax.jit(cp.shard)):
+            mine = shard(x, plan)
+            right = np.array_equal(np.asarray(mine)[0, :, 0], np.where(at < 0, 0, at + 1))
+            wrong += [] if right and np.array_equal(cp.unshard(mine, plan), x) else [str(mine)]
+        yield {"case": f"{kind}-{tokens}", "wrong": wrong}
 
 
 def check_gpu(scheme: str, mask: str):
