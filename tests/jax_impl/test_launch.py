@@ -39,8 +39,10 @@ from jax_impl import launch
 with launch.join(launch.detect(), backend="cpu", timeout_s=30) as place:
     print(launch.exchange(f"rank {place.rank}", 30.0))
 """
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        at, environ = f"127.0.0.1:{taken.getsockname()[1]}", os.environ | {HOSTED: "True"}
+    with socket.create_server(("127.0.0.1", 0)) as behind:  # so that the port behind is free
+        port = behind.getsockname()[1] - 1
+    with socket.create_server(("127.0.0.1", port)):
+        at, environ = f"127.0.0.1:{port}", os.environ | {HOSTED: "True"}
         said = spawn([sys.executable, "-c", program], 2, deadline_s=60, environ=environ, coordinator=at)
     assert [s.splitlines()[-1] for s in said] == ["['rank 0', 'rank 1']"] * 2
 
