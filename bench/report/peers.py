@@ -61,21 +61,27 @@ def section(rows: Sequence[Row]) -> str:
     if not parts:
         return ""
     note = ("<p class='soft'>All contenders of a row took turns at one card, each behind a warm-up of its own; rows of "
-            "one mask are different races. In brackets the ratio to the contender in bold, behind ± the spread of the "
-            f"rounds where it is above {STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
+            "one mask are different races; –: refused. Behind @ heads of its own, where a contender has some. In "
+            "brackets the ratio to the contender in bold, behind ± the spread of the rounds where it is above "
+            f"{STEADY:.0%}: such a figure decides nothing. Point at a cell for more.</p>")
     return f'{note}<div class="pair">{"".join(parts)}</div>'
 
 
 def _cell(row: Row, name: str, top: float) -> str:
     rate = row["tflops"].get(name)
     if rate is None:
-        reason = row.get("failed", {}).get(name) or row.get("refused", {}).get(name, "")
-        css = "bad" if name in row.get("failed", {}) else "none"
-        return f'<td class="{css}" title="{page.esc(reason)}">{"WRONG" if css == "bad" else "&ndash;"}</td>'
+        reason, sign = _absent(row, name)
+        return f'<td class="{"bad" if sign == "WRONG" else "none"}" title="{page.esc(reason)}">{sign}</td>'
     ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) and name != row["against"] else ""
     told = f"spread of the rounds {row['spread'][name]:.0%}, against {row['against']}"
     return (f'<td style="background: rgba(var(--heat), {0.75 * rate / top:.2f})" title="{page.esc(told)}">'
             f"{_bold(tables.number(rate), name == row['against'])}{ratio}{_unsteady(row, name)}</td>")
+
+
+def _absent(row: Row, name: str) -> tuple[str, str]:
+    """Why a contender has no rate in a race, and what is shown of it; both empty where it was none of the race."""
+    failed, refused = (row.get(which, {}).get(name, "") for which in ("failed", "refused"))
+    return (failed, "WRONG") if failed else (refused, "–" if refused else "")
 
 
 def _bold(text: str, whether: bool) -> str:
@@ -99,6 +105,6 @@ def markdown(rows: Sequence[Row]) -> str:
 def _text(row: Row, name: str) -> str:
     rate = row["tflops"].get(name)
     if rate is None:
-        return "–"
+        return _absent(row, name)[1]
     ratio = f" ({row['ratio'][name]:.2f})" if name in row.get("ratio", {}) else ""
     return f"{tables.number(rate)}{ratio}{_unsteady(row, name)}"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench import compare, engine, parity_kernels, parity_schemes, rates, records
 from bench.cases import Case, ProblemSpec
-from bench.report import aggregate, choice, page, parity, pictures, tables
+from bench.report import aggregate, choice, page, parity, peers, pictures, tables
 from bench.report.write import write_report
 from bench.timing import Timing
 from workload.problem import PASSES
@@ -187,6 +187,16 @@ def test_a_floor_may_be_memory():
     entry = aggregate.entries(rows)[0]
     assert entry.bound == "memory" and entry.floor == pytest.approx(10**6 / 1e8)
     assert "10 x its floor" not in aggregate.cause(entry) and "128-tiles hold 1.40 x" in aggregate.cause(entry)
+
+
+def test_a_race_tells_who_was_refused_who_was_wrong_and_who_was_not_in_it():
+    race = next(row for row in mixed() if row["kind"] == "peers")
+    other = race | {"key": "peers/y", "tflops": {"torch:flex": 3.0}, "spread": {"torch:flex": 0.0}, "ratio": {},
+                    "against": "torch:flex", "refused": {"torch:fa3": "no <b>"}, "failed": {"jax:fa3": "error 1"}}
+    text = peers.section([race, other])
+    for said in ('"none" title="no &lt;b&gt;">–</td>', '"bad" title="error 1">WRONG</td>', '"none" title=""></td>'):
+        assert said in text, said
+    assert "| WRONG | – |" in peers.markdown([race, other])
 
 
 def test_ratios_of_both_passes_stand_in_a_line_and_those_of_schemes_by_mask():
