@@ -101,9 +101,12 @@ def entrant_of(label: str, text: str) -> Entrant:
 
 
 def entrants_of(values: flags.FlagValues) -> list[Entrant]:
-    """Each of --contenders, once. ValueError names the flag that is wrong."""
-    entrant_of("against", values.against)
-    return [entrant_of("contenders", text) for text in dict.fromkeys(values.contenders)]
+    """Each of --contenders, once; --against is one of them. ValueError names the flag that is wrong."""
+    against = entrant_of("against", values.against)
+    entrants = [entrant_of("contenders", text) for text in dict.fromkeys(values.contenders)]
+    if against not in entrants:
+        raise ValueError(f"--against: {values.against!r} is none of --contenders")
+    return entrants
 
 
 def specs_of(values: flags.FlagValues) -> list[ProblemSpec]:
