@@ -1,10 +1,29 @@
 """The kernel record of the JAX stack; its twin is torch_impl/kernels/base.py."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from workload.kernel import KernelRecord
+
+
+def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced with JAX's own rules of promotion whatever a caller's code is held to."""
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _wrap(record: Any, *names: str) -> None:
+    for name in names:
+        if getattr(record, name) is not None:
+            object.__setattr__(record, name, _promoting(getattr(record, name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +45,9 @@ class Running:
     backward: Callable[..., Any]
     gradient: Callable[..., Any]
 
+    def __post_init__(self):
+        _wrap(self, "forward", "result", "backward", "gradient")
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(KernelRecord):
@@ -37,3 +59,7 @@ class Kernel(KernelRecord):
 
     stack = "jax"
     running: Running | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        _wrap(self, "prepare", "forward", "backward")

@@ -39,6 +39,18 @@ def test_gradients_flow_through_out(mask):
         assert relative_error(value, getattr(want, name)) < 2e-6, name
 
 
+@pytest.mark.parametrize("kernel", ["naive", "sdpa", "fa2_sparse"])
+def test_promotion_that_a_caller_forbids(kernel):
+    """Block masks' kernels promote ranks and dtypes inside; a caller who forbids it in his code could not use them."""
+    q, k, v, dout = operands(MASKS[1], dim=16)
+    want = attention_oracle(q, k, v, MASKS[1], 0.25, dout)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        (out, lse), pull = jax.vjp(lambda *x: attention(*x, MASKS[1], kernel=kernel), q, k, v)
+        grads = pull((dout, jnp.zeros_like(lse)))
+    for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        assert relative_error(value, getattr(want, name)) < 2e-6, name
+
+
 def test_lse_is_a_constant_to_differentiation():
     q, k, v, _ = operands(MASKS[0])
     gradient = jax.grad(lambda q: attention(q, k, v, MASKS[0])[1].sum())(q)

@@ -61,9 +61,9 @@ def collect(plan, results):
 @functools.lru_cache(maxsize=16)
 def _reference(problem):
     q, k, v, dout = (jnp.asarray(x, problem.dtype) for x in inputs(problem))
-    operands = naive.prepare(problem)
-    out, lse = naive.forward(q, k, v, operands, problem.scale)
-    single = (out, lse, *naive.backward(q, k, v, out, lse, dout, operands, problem.scale))
+    operands = naive.KERNEL.prepare(problem)
+    out, lse = naive.KERNEL.forward(q, k, v, operands, problem.scale)
+    single = (out, lse, *naive.KERNEL.backward(q, k, v, out, lse, dout, operands, problem.scale))
     want = attention_oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), problem.mask, problem.scale,
                             np.asarray(dout, np.float64))
     return want, {n: relative_error(x, getattr(want, n)) for n, x in zip(RESULTS, single, strict=True)}
