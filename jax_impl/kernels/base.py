@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from workload.kernel import KernelRecord
 
 
@@ -14,6 +12,8 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, traced with JAX's own rules of promotion whatever a caller's code is held to."""
     @functools.wraps(function)
     def call(*args, **kwargs):
+        import jax  # here: whoever asks what there is reads these records without the stack
+
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
 
