@@ -35,9 +35,10 @@ def integer(label: str, value: Any, low: int = 0) -> int:
 
 def length(label: str, value: Any) -> int:
     """A number of tokens as an int; ValueError with its label where it is none that 32 bits hold."""
-    if integer(label, value) > MOST:
+    tokens = integer(label, value)
+    if tokens > MOST:
         raise ValueError(f"{label}: {value} is more than {MOST} tokens")
-    return int(value)
+    return tokens
 
 
 def ascending(label: str, positions: Any, total: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from jax_impl.kernels.flex import Traced, _pad
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles, round_up
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
-from jax_impl.kernels.hopper_lists import Layout, Lists, Pieces, by_key, by_query, pieces
+from jax_impl.kernels.hopper_lists import Layout, Lists, Pieces, by_key, by_query, listed, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
 from jax_impl.kernels.hopper_sparse import NARROW, WIDE, heads_last
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
@@ -179,7 +179,8 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
                       lists.by_key)
 
     cuts = pieces(mask, WIDE, WIDE, False), pieces(mask, columns, WIDE, False)
-    policies = (traced(lists(cut, device), cut) for lists, cut in zip((by_query, by_key), cuts, strict=True))
+    policies = (traced(way(cut, listed(cut, device), device), cut)
+                for way, cut in zip((by_query, by_key), cuts, strict=True))
     return FlexSparseOperands(HopperOperands(*policies, None, tiles), *(_layouts(cut, device) for cut in cuts))
 
 

@@ -177,23 +177,8 @@ def pieces(mask: BlockMask, q_tile: int, kv_tile: int, even: bool) -> Pieces:
     return dataclasses.replace(cut, q_layout=layouts[0], kv_layout=layouts[1])
 
 
-def by_query(cut: Pieces, device=None) -> Lists:
-    """The lists of a cut mask, rows being queries."""
-    limits = np.pad(cut.mask.limits, (0, 1))
-    return _lists(_listed(cut, device), *_spans(cut.kv_bounds, device), jax.device_put(
-        _by_row(cut.q_bounds, cut.q_tile, limits.astype(np.int32)), device), cut.q_tile, cut.kv_tile, False)
-
-
-def by_key(cut: Pieces, device=None) -> Lists:
-    """The lists of a cut mask, rows being keys; transposed on the device."""
-    mask, lists = cut.mask, transposed(_listed(cut, device), column_tiles=cut.kv_tiles)
-    first = np.pad(np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right"), (0, 1), constant_values=NEVER)
-    return _lists(_short(lists), *_spans(cut.q_bounds, device), jax.device_put(
-        _by_row(cut.kv_bounds, cut.kv_tile, first.astype(np.int32)), device), cut.kv_tile, cut.q_tile, True)
-
-
-def _listed(cut: Pieces, device) -> TileLists:
-    """The pieces of keys that each row tile of queries lists."""
+def listed(cut: Pieces, device=None) -> TileLists:
+    """The pieces of keys that each row tile of queries lists: what both ways are made of."""
     mask, more = cut.mask, cut.q_tiles - cut.mask.q_blocks
     first_row = np.minimum(cut.q_bounds[:, :-1], max(0, mask.q_len - 1))
     least = mask.limits[first_row] if mask.q_len else np.zeros_like(first_row)
@@ -201,6 +186,21 @@ def _listed(cut: Pieces, device) -> TileLists:
     put = functools.partial(jax.device_put, device=device)
     return piece_lists(put(counts), put(indices), *_spans(cut.kv_bounds, device), put(least), piece=cut.kv_tile,
                        ordered=mask.block is not None)
+
+
+def by_query(cut: Pieces, lists: TileLists, device=None) -> Lists:
+    """The lists of a cut mask, rows being queries; lists: those `listed`."""
+    limits = np.pad(cut.mask.limits, (0, 1))
+    return _lists(lists, *_spans(cut.kv_bounds, device), jax.device_put(
+        _by_row(cut.q_bounds, cut.q_tile, limits.astype(np.int32)), device), cut.q_tile, cut.kv_tile, False)
+
+
+def by_key(cut: Pieces, lists: TileLists, device=None) -> Lists:
+    """The lists of a cut mask, rows being keys; lists: those `listed`, which are transposed on the device."""
+    mask, lists = cut.mask, _short(transposed(lists, column_tiles=cut.kv_tiles))
+    first = np.pad(np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right"), (0, 1), constant_values=NEVER)
+    return _lists(lists, *_spans(cut.q_bounds, device), jax.device_put(
+        _by_row(cut.kv_bounds, cut.kv_tile, first.astype(np.int32)), device), cut.kv_tile, cut.q_tile, True)
 
 
 def _spans(bounds: np.ndarray, device) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_impl.kernels.hopper_forward import LOG2E, round_up
 from jax_impl.kernels.hopper_kernel import whole_rows
-from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, pieces
+from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, listed, pieces
 from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
 from jax_impl.kernels.hopper_sparse_forward import SparseTiles, sparse_forward
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
@@ -73,10 +73,12 @@ def prepare(
     schedules = schedules or default_schedules(problem.head_dim, wide)
     if wide:
         queries, keys = pieces(mask, WIDE, WIDE, False), pieces(mask, NARROW, WIDE, False)
-        return SparseOperands(by_query(queries, device), by_key(keys, device), None, None, None, schedules)
+        lists = by_query(queries, listed(queries, device), device), by_key(keys, listed(keys, device), device)
+        return SparseOperands(*lists, None, None, None, schedules)
     cut = pieces(mask, NARROW, NARROW, True)
     layouts = jax.device_put((cut.q_layout, cut.kv_layout), device)
-    return SparseOperands(by_query(cut, device), *by_pairs(by_key(cut, device)), *layouts, schedules)
+    both = listed(cut, device)
+    return SparseOperands(by_query(cut, both, device), *by_pairs(by_key(cut, both, device)), *layouts, schedules)
 
 
 def heads_last(x):

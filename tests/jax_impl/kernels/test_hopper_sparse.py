@@ -129,7 +129,8 @@ CORNERS = [uniform_block(128, 128 + n, 1, 64, 1.0, causal=True) for n in (-1, 0,
 def test_lists_hold_the_cells_of_the_mask(mask):
     """Element by element: listed pieces and bounds, both ways, give the dense picture, and full pieces need no test."""
     cut = hopper_lists.pieces(mask, 64, 64, True)
-    for lists in hopper_lists.by_query(cut), hopper_lists.by_key(cut):
+    listed = hopper_lists.listed(cut)
+    for lists in hopper_lists.by_query(cut, listed), hopper_lists.by_key(cut, listed):
         lengths = (mask.kv_len, mask.q_len) if lists.by_key else (mask.q_len, mask.kv_len)
         for head in range(mask.heads):
             want = mask.dense(head).T if lists.by_key else mask.dense(head)
@@ -153,7 +154,8 @@ def test_lists_hold_the_cells_of_the_mask(mask):
 @pytest.mark.parametrize("mask", MASKS, ids=["uniform", "variable"])
 def test_pairs_and_what_is_left_are_the_lists(mask):
     """A tile's pieces are those of its pair and its own, none twice; a full piece of a pair is full for both."""
-    by_key = hopper_lists.by_key(hopper_lists.pieces(mask, 64, 64, True))
+    cut = hopper_lists.pieces(mask, 64, 64, True)
+    by_key = hopper_lists.by_key(cut, hopper_lists.listed(cut))
 
     def entries(lists, head, tile):
         count, full = int(lists.counts[head, tile]), int(lists.full[head, tile])
