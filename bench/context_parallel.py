@@ -103,9 +103,7 @@ def check_hosts(values: flags.FlagValues) -> None:
         ranks.check_hosts(values.hosts, values.host, values.coordinator)
     except ValueError as problem:
         raise ValueError(f"--{problem}") from problem
-    for world in options.numbers("worlds", values.worlds):
-        if world % values.hosts:
-            raise ValueError(f"--hosts: {values.hosts} does not divide the world {world}")
+    options.worlds(values.worlds, values.hosts)
 
 
 def request_of(values: flags.FlagValues, cases: Sequence[cp.Case]) -> dict[str, Any]:

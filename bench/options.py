@@ -19,6 +19,7 @@ from bench.timing import Protocol
 from workload.documents import DATASETS
 from workload.masks import STATIC_MASKS
 from workload.problem import ITEM_BYTES, PASSES
+from workload.ranks import check_ranks
 from workload.suite import ALL_BUILDERS
 
 KERNELS = {"jax": jax_impl.kernels.NAMES, "torch": torch_impl.kernels.NAMES}
@@ -265,6 +266,19 @@ def numbers(label: str, texts: Sequence[str]) -> list[int]:
         return [tokens(text) for text in texts]
     except ValueError as problem:
         raise ValueError(f"--{label}: {problem}") from problem
+
+
+def worlds(texts: Sequence[str], hosts: int = 1) -> list[int]:
+    """The numbers of --worlds, of jobs whose ranks are processes of so many hosts. ValueError names the flag."""
+    found = numbers("worlds", texts)
+    for world in found:
+        if world % hosts:
+            raise ValueError(f"--hosts: {hosts} does not divide the world {world}")
+        try:
+            check_ranks(world // hosts)
+        except ValueError as problem:
+            raise ValueError(f"--worlds: {str(problem).removeprefix('ranks: ')}") from problem
+    return found
 
 
 def heads_of(text: str, label: str = "heads") -> tuple[int, int]:

@@ -73,7 +73,7 @@ def cells_of(values: flags.FlagValues, gpus: int) -> tuple[list[parity_kernels.C
     if values.worlds == ["machine"]:
         worlds = [n for n in (2, 4, 8) if n <= gpus] if gpus else [2, 3, 4]
     else:
-        worlds = options.numbers("worlds", values.worlds)
+        worlds = options.worlds(values.worlds)
     return (
         parity_kernels.cells(kernels, masks, [s for s in shapes if s in KERNEL_SHAPES], which, values.seed),
         [cell for shape in shapes if shape in RANK_SHAPES

@@ -200,7 +200,10 @@ class Race:
             else:
                 ready.append(dataclasses.replace(made, name=name))
                 flops[name] = problem.flops(which)
-        row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in row["failed"].items())
+        reasons = row["failed"]
+        if not (ready or reasons):
+            row["status"], reasons = "unsupported", row["refused"]
+        row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         return row, ready, flops
 
     def _judged(self, entrant: Entrant, spec: ProblemSpec, problem, which: str):
@@ -215,8 +218,9 @@ class Race:
 def told(row: dict[str, Any]) -> str:
     """A row in one line of text."""
     rates = ", ".join(f"{name} {x:.0f}" for name, x in sorted(row["tflops"].items(), key=lambda x: -x[1]))
-    failed = f" FAILED {row['reason']}" if row["failed"] else ""
-    return f"{row['key'].rpartition('/')[0]}: {rates} TFLOP/s{failed}"
+    raced = f"{rates} TFLOP/s" if rates else "no contender ran"
+    wrong = f"; {row['status']}: {row['reason']}" if row["reason"] else ""
+    return f"{row['key'].rpartition('/')[0]}: {raced}{wrong}"
 
 
 def main() -> int:

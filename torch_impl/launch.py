@@ -64,9 +64,10 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
       show: print what this host's first rank prints, as it comes.
 
-    Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming hosts, host or
-      coordinator.
+    Raises: `RankFailure`, and no process of this host's ranks outlives the call; ValueError naming ranks, hosts, host
+      or coordinator.
     """
+    processes.check_ranks(ranks)
     processes.check_hosts(hosts, host, coordinator)
     address, port = (coordinator or "127.0.0.1:0").rsplit(":", 1)
     if host == 0:  # the launcher holds the store, so that its port is free for certain

@@ -29,6 +29,7 @@ from workload.scratch import scratch
 
 RECORD_BYTES = 1024
 HOSTED = "TORCHELASTIC_USE_AGENT_STORE"  # True: the launcher, torchrun or ours, holds the store
+MOST_A_CORE = 16  # ranks that a host is asked to run
 LAGGED = 75  # exit status of a rank whose own watch ended it, while it waited for a peer
 TAIL_LINES = 15
 GUARD = """
@@ -345,6 +346,13 @@ def _end(process: subprocess.Popen) -> None:
             process.wait(timeout=2.0)
 
 
+def check_ranks(ranks: int) -> None:
+    """ValueError where so many ranks are none, or more than this host's cores can serve."""
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= ranks <= MOST_A_CORE * cores:
+        raise ValueError(f"ranks: {ranks}, a host of {cores} cores takes 1 to {MOST_A_CORE * cores}")
+
+
 def check_hosts(hosts: int, host: int, coordinator: str | None) -> None:
     """ValueError naming which of these is wrong: how many hosts a job has, which one this is, where the ranks meet."""
     if hosts < 1:
@@ -376,7 +384,6 @@ def command_line(program: str, start: Callable[..., list[str]], arguments: Seque
     parser.add_argument("command", nargs="+", help="after --")
     a = parser.parse_args(arguments)
     for wrong, message in (
-        (a.ranks < 1, f"--ranks: {a.ranks} < 1"),
         (not 0 < a.deadline < math.inf, f"--deadline: {a.deadline} is no positive number of seconds"),
         (not shutil.which(a.command[0]), f"command: there is no program {a.command[0]!r}"),
     ):

@@ -228,7 +228,8 @@ def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag,words", [
-    ("--worlds=0", "--worlds: '0' is no positive number"), ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
+    ("--worlds=0", "--worlds: '0' is no positive number"), ("--worlds=9999", "--worlds: 9999, a host of "),
+    ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
     ("--trace=ring:prefix_lm_causal", "--trace: 'ring:prefix_lm_causal' is no case of this run"),
     ("--kernel=all", "--kernel: 'all' is none of naive"), ("--checked=none", "records: no such file: none"),
     ("--schemes=ring --ulysses=2", "--ulysses: only usp and loongtrain take one"),

@@ -124,7 +124,7 @@ def test_what_is_to_be_timed_comes_first_and_is_timed_alone_what_the_end_cuts_of
 
 @pytest.mark.parametrize("flag, value", [
     ("kernels", "fa9"), ("schemes", "star"), ("masks", "none"), ("shapes", "huge"), ("passes", "both"),
-    ("worlds", "two"), ("worlds", "0"), ("sharding", "random")])
+    ("worlds", "two"), ("worlds", "0"), ("worlds", "9999"), ("sharding", "random")])
 def test_bad_values_are_named_before_anything_starts(flag, value, monkeypatch, flagged):
     monkeypatch.setattr(engine, "Workers", None)
     monkeypatch.setattr(flags, "FLAGS", flagged(f"--{flag}={value}"))

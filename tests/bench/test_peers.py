@@ -123,6 +123,13 @@ def test_bad_values_end_the_run_before_it_begins(tmp_path):
     assert done.returncode == 2 and "--passes: 'both'" in done.stderr and not (tmp_path / "r.jsonl").exists()
 
 
+def test_a_race_that_all_contenders_refuse_is_no_success():
+    race = peers.Race([peers.Entrant("torch", "fa3"), peers.Entrant("torch", "vsa")], "torch:fa3", 1, 0, 0)
+    row = race.row(ProblemSpec("causal", 64, q_heads=2, kv_heads=1, head_dim=64), "forward")
+    assert row["status"] == "unsupported" and not row["tflops"]
+    assert "no contender ran; unsupported: torch:fa3: " in peers.told(row) and "torch:vsa: " in row["reason"]
+
+
 def test_both_stacks_meet_in_one_process(tmp_path):
     out = tmp_path / "peers.jsonl"
     command = [

@@ -120,7 +120,8 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("flags, said", [
-    ("--ranks 0", "--ranks: 0"), ("--ranks 1 --hosts 0", "--hosts: 0"), ("--ranks 1 --host 3", "--host: 3 of 1"),
+    ("--ranks 0", "--ranks: 0"), ("--ranks 9999", "--ranks: 9999, a host of "),
+    ("--ranks 1 --hosts 0", "--hosts: 0"), ("--ranks 1 --host 3", "--host: 3 of 1"),
     ("--ranks 1 --hosts 2", "--coordinator: None"), ("--ranks 1 --hosts 2 --coordinator h", "--coordinator: 'h'"),
     ("--ranks 1 --coordinator h", "--coordinator: 'h'"), ("--ranks 1 --coordinator h:0", "--coordinator: 'h:0'"),
     ("--ranks 1 --coordinator h:65536", "--coordinator: 'h:65536'"),
@@ -128,7 +129,8 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
 def test_bad_flags_of_a_launch_are_named_before_it_starts(flags, said, capsys):
     command = "none-such" if "program" in said else sys.executable
 
-    def start(*_, hosts, host, coordinator, **__):  # as those of both stacks begin
+    def start(_, count, *, hosts, host, coordinator, **__):  # as those of both stacks begin
+        ranks.check_ranks(count)
         ranks.check_hosts(hosts, host, coordinator)
         pytest.fail("started")
 
