@@ -208,9 +208,13 @@ def _words(record: bytes) -> str:
 
 @dataclasses.dataclass
 class _Child:
-    rank: int
+    place: Place
     process: subprocess.Popen
     folder: Path
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
 
     def state(self) -> dict:
         path = self.folder / "error.progress"
@@ -295,7 +299,7 @@ def _start(command, place: Place, parent: Path, environ) -> _Child:
     env.setdefault("PYTHONUNBUFFERED", "1")  # what a rank said is there when it is lost
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
         process = subprocess.Popen(list(command), stdout=out, stderr=err, env=env, start_new_session=True)
-    return _Child(place.rank, process, folder)
+    return _Child(place, process, folder)
 
 
 def _watch(children: Sequence[_Child], until: float, deadline_s: float, said: TextIO | None) -> None:
@@ -331,7 +335,7 @@ def _failure(children: Sequence[_Child], deadline_s: float | None = None) -> Ran
         what = "is the furthest behind" + (f" at the deadline of {deadline_s:g} s" if deadline_s else "")
     steps = {c.rank: c.words() for c in children}
     others = "".join(f"\nrank {r} was at {words}" for r, words in steps.items() if r != cause.rank)
-    message = f"rank {cause.rank} of {len(children)} {what} at {steps[cause.rank]}\n{cause.tail()}{others}"
+    message = f"rank {cause.rank} of {cause.place.world} {what} at {steps[cause.rank]}\n{cause.tail()}{others}"
     return RankFailure(cause.rank, steps, message)
 
 

@@ -62,12 +62,12 @@ def test_each_rank_returns_its_stdout_and_sees_its_place():
 
 
 def test_failing_rank_is_named_with_its_step_peer_and_stderr():
-    with pytest.raises(RankFailure) as caught:
-        spawn(script("assert rank != 2, 'the reason'\ntime.sleep(60)"), 3, "127.0.0.1:1", deadline_s=30)
-    assert caught.value.rank == 2
+    with pytest.raises(RankFailure) as caught:  # on the second of two hosts
+        spawn(script("assert rank != 5, 'the reason'\ntime.sleep(60)"), 3, "h:1", deadline_s=30, hosts=2, host=1)
+    assert caught.value.rank == 5
     message = str(caught.value)
-    assert "rank 2 of 3 failed (exit status 1) at step 'step 4', peer 0" in message
-    assert "AssertionError: the reason" in message and "rank 1 was at step 'step 3', peer 2" in message
+    assert "rank 5 of 6 failed (exit status 1) at step 'step 7', peer 0" in message
+    assert "AssertionError: the reason" in message and "rank 4 was at step 'step 6', peer 2" in message
 
 
 def test_job_past_its_deadline_names_the_rank_furthest_behind_and_leaves_no_process():
