@@ -4,11 +4,16 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from workload.capability import DYNAMIC_MASKS
 from workload.suite import ALL_BUILDERS, SuiteSettings
 
 Row = dict[str, Any]
 FAIR = 0.8
+TILE = 128  # of `waste`
+SHORT_WALK = 16  # tiles
+FEWEST = 5  # rows that a line is laid through
 
 
 CASE_FIELDS = ("stack", "kernel", "mask", "pass", "seq_len", "q_heads", "kv_heads", "head_dim", "dtype")
@@ -70,6 +75,13 @@ class Entry:
     def column(self) -> str:
         """Kernel and stack, as a column of a pivot."""
         return f"{self.kernel} {self.stack}"
+
+    @property
+    def walk(self) -> float | None:
+        """How many 128 x 128 tiles of keys 128 queries visit on average; None where that is not known."""
+        if self.waste is None or self.density is None:
+            return None
+        return self.density * self.waste * self.seq_len / TILE
 
     @property
     def setting(self) -> tuple[str, int, str, str]:
@@ -228,13 +240,31 @@ def unit_of(found: Iterable[Entry]) -> tuple[float, str]:
     return (1e12, "TFLOP/s") if fastest >= 1e12 else (1e9, "GFLOP/s")
 
 
+def walk_cost(found: Sequence[Entry]) -> float | None:
+    """How many tiles a walk's beginning and end cost, where that tells the times of some rows of a setting.
+
+    By least squares of time over floor and waste, base * (1 + cost / walk); None for few rows, or where the fit leaves
+    more than half of the variance.
+    """
+    known = [(1 / e.walk, e.seconds / e.floor / e.waste) for e in found
+             if e.walk and e.seconds and e.floor and e.waste and e.bound == "arithmetic"]
+    if len(known) < FEWEST or len({x for x, _ in known}) < FEWEST:
+        return None
+    x, y = np.array(known).T
+    slope, base = np.polyfit(x, y, 1)
+    explains = np.corrcoef(x, y)[0, 1] ** 2
+    return float(slope / base) if explains > 0.5 and slope > 0 else None
+
+
 def cause(entry: Entry) -> str:
     """In words, what stands between a rate and the floor."""
     if entry.seconds is None or entry.floor is None:
         return entry.reason
     parts = [f"{entry.seconds / entry.floor:.3g} x its floor ({entry.bound})"]
     if entry.waste and entry.waste > 1.05:
-        parts.append(f"128-tiles hold {entry.waste:.2f} x the visible cells")
+        parts.append(f"tile waste {entry.waste:.2f}")
+    if entry.walk and entry.walk < SHORT_WALK:
+        parts.append(f"walks of {entry.walk:.1f} tiles")
     if entry.kernel in ("naive", "sdpa") and entry.density is not None and entry.density < 0.95:
         parts.append(f"a dense kernel computes all cells, {1 / max(entry.density, 1e-9):.3g} x the visible ones")
     return "; ".join(parts)

@@ -168,7 +168,8 @@ def section(rows: Sequence[Row]) -> str:
         body.append([*cells, f'<td class="text">{page.esc(cause(row))}</td>'])
     return (
         "<p>E is the time of one device for the whole problem over (ranks &times; the time of the slowest rank): 1 is "
-        "perfect. A <em>replay</em> runs every rank's local work on one device and adds links "
+        "perfect, and a little more where a rank's part ran at a better rate than the whole. A <em>replay</em> runs "
+        "every rank's local work on one device and adds links "
         f"{_links(found)}; an <em>estimate</em> counts tiles in place of running them; <em>real</em> ranks are "
         "measured. <em>Balance by step</em> is what E can be at most where each step ends when its busiest rank does, "
         "as a ring's steps do; <em>balance in total</em> where ranks only meet at the end. Redundancy is bytes moved "

@@ -10,6 +10,7 @@ from typing import Any
 from bench import options
 from bench.report import aggregate, pictures, tables
 from bench.report.aggregate import Entry
+from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
 STYLE = """
@@ -108,7 +109,8 @@ def _summary(rows, found, anchors, answers) -> str:
         if row["kind"] == "ceiling" and row["status"] == "ok":
             tiles.append((f"{tables.number(row['peak_flops'] / unit)} {name}",
                           f"matrix peak, {row['case']['dtype']}, {row['case']['stack']}"))
-            tiles.append((f"{row['bandwidth'] / 1e9:.4g} GB/s", f"copy bandwidth, {row['case']['stack']}"))
+    copy = aggregate.bandwidths(rows)
+    tiles += [(f"{copy / 1e9:.4g} GB/s", "copy bandwidth")] if copy else []
     boxes = "".join(f'<div class="tile"><b>{esc(n)}</b>{esc(label)}</div>' for n, label in tiles)
     text = (
         "<p>The same attention problems, under the same masks and on the same bits, run by kernels of two stacks: JAX "
@@ -134,7 +136,8 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str], a
     if "parallel" in anchors:
         told.append(with_answer(
             '<a href="#parallel">Which scheme to take</a> when a sequence is split over ranks. In brackets E, one '
-            "device's time over (ranks &times; the slowest rank's): 1 is perfect.", "parallel"))
+            "device's time over (ranks &times; the slowest rank's): 1 is perfect, and a little more where a rank's "
+            "part ran at a better rate than the whole.", "parallel"))
     if "ring" in anchors:
         told.append('<a href="#ring">Why a ring falls behind on documents</a>, with a picture of who waits.')
     compared = [row for row in rows if row["kind"] == "parity" and row["status"] != "unsupported"]
@@ -264,14 +267,24 @@ def _causes(found) -> str:
     note = (
         "<p>The <em>floor</em> of a row is the larger of its FLOPs over the measured matrix peak and its fewest bytes "
         "over the measured copy bandwidth: no version runs much faster. <em>Tile waste</em> is what a kernel that "
-        "works in 128 &times; 128 tiles computes over what the mask shows. Here is the fastest kernel of each stack; "
+        "works in 128 &times; 128 tiles computes over what the mask shows. A <em>walk</em> is the tiles that 128 "
+        "queries visit, or 128 keys backward; it begins and ends with work that no tile hides, so short walks cost more "
+        "a tile"
+        + _walk_costs(list(first.values())) + ". Here is the fastest kernel of each stack; "
         '<a href="#rows">every row</a> has the same.</p>')
     body = [[e.column, e.mask, e.which, f"{e.seq_len:,}", f"{(e.seconds or 0) * 1e3:.3f}", *_cause_line(e)]
             for e in first.values()]
     return note + table(["kernel", "mask", "pass", "tokens", "ms", *CAUSE_HEAD], body)
 
 
-CAUSE_HEAD = ("floor ms", "floor set by", "x floor", "visible", "tile waste", "GB/s", "in words")
+CAUSE_HEAD = ("floor ms", "floor set by", "x floor", "visible", "tile waste", "walk", "GB/s", "in words")
+
+
+def _walk_costs(found: Sequence[Entry]) -> str:
+    """What a walk's two ends cost, by pass, as the rows have it; empty where they do not tell."""
+    costs = {which: aggregate.walk_cost([e for e in found if e.which == which]) for which in PASSES}
+    told = [f"{cost:.1f} {which}" for which, cost in costs.items() if cost]
+    return f" (by least squares over these rows as much as {' and '.join(told)} more tiles)" if told else ""
 
 
 def _cause_line(e: Entry) -> list[str]:
@@ -280,7 +293,8 @@ def _cause_line(e: Entry) -> list[str]:
         return [""] * len(CAUSE_HEAD)
     return [
         f"{e.floor * 1e3:.4f}", e.bound, f"{e.seconds / e.floor:.3g}", "" if e.density is None else f"{e.density:.1%}",
-        "" if e.waste is None else f"{e.waste:.2f}", tables.number(e.bandwidth / 1e9),
+        "" if e.waste is None else f"{e.waste:.2f}", "" if e.walk is None else f"{e.walk:.1f}",
+        tables.number(e.bandwidth / 1e9),
         f'<td class="text">{esc(aggregate.cause(e))}</td>',
     ]
 
@@ -303,7 +317,7 @@ def _capability(found) -> str:
     why = f"<details><summary>Why not: {len(reasons)} reasons</summary>" + table(
         ["kernel", "stack", "does not run", "because"], reasons) + "</details>" if reasons else ""
     return ('<p class="soft">F: the forward pass is right here, B: the backward pass; &ndash;: refused, for a reason '
-            'told below.</p>'
+            'told below; empty: not asked here.</p>'
             + table(["kernel", *(m.replace("_", "_|") for m in masks)], body) + why + _sources(found))
 
 

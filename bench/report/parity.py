@@ -1,17 +1,22 @@
 """The part of the page on agreement: a matrix of both stacks' cells, the failing ones in full, all of them folded."""
 
+import functools
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from bench import options, parity_status
+from bench.cases import ProblemSpec
 from bench.report import aggregate, efficiency, page, tables
-from workload.problem import PASSES
+from workload.problem import PASSES, AttentionProblem
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
 
 Row = dict[str, Any]
 HEAD = ("kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
         "verdict", "reason")
+STEADY = 0.1
+UNSTEADY = f"Behind ± how far the rounds differ, where it is above {STEADY:.0%}."
 
 
 def rows_of(rows: Sequence[Row]) -> list[Row]:
@@ -21,10 +26,15 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 
 def section(rows: Sequence[Row]) -> str:
     """HTML; empty where there is no row."""
-    return _agreement(rows) + _names(aggregate.entries(rows)) + _on_ranks(rows)
+    peaks: dict[str, float] = {}
+    for row in rows:
+        if row["kind"] == "ceiling" and row["status"] == "ok":
+            dtype = row["case"]["dtype"]
+            peaks[dtype] = max(row["peak_flops"], peaks.get(dtype, 0.0))
+    return _agreement(rows, peaks) + _names(aggregate.entries(rows)) + _on_ranks(rows)
 
 
-def _agreement(rows: Sequence[Row]) -> str:
+def _agreement(rows: Sequence[Row], peaks: dict[str, float]) -> str:
     found = rows_of(rows)
     if not found:
         return ""
@@ -38,7 +48,7 @@ def _agreement(rows: Sequence[Row]) -> str:
         "lse, dq, dk, dv) as a share of its budget: 1 is the limit. The budget is a small multiple of what a naive run "
         "in that dtype loses on the same data. <code>bench.report</code> writes every error and budget into "
         "<code>parity.csv</code>.</p>")
-    return note + _status(found) + _matrix(found) + _throughput(ran) + (page.table(HEAD, bad) if bad else "") \
+    return note + _status(found) + _matrix(found) + _throughput(ran, peaks) + (page.table(HEAD, bad) if bad else "") \
         + f"<details><summary>{len(body):,} cells</summary>{page.table(HEAD, body)}</details>"
 
 
@@ -92,18 +102,13 @@ def _cell(rows: Sequence[Row]) -> str:
     return f'<td class="good" title="{len(ran)} cells pass; the worst is {name}">{share:.2f}</td>'
 
 
-def _throughput(ran: Sequence[Row]) -> str:
+def _throughput(ran: Sequence[Row], peaks: dict[str, float]) -> str:
     """Ratios of the timed rows: kernels a line a problem, both passes; schemes by mask."""
     timed = [row for row in ran if row.get("throughput_ratio")]
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
-    grids: dict[str, dict[tuple[str, str], Row]] = {}
     for row in timed:
         what, mask, tokens, which, dtype = tables.parity_names(row)
-        if "scheme" in row["case"]:
-            case = row["case"]
-            title = f"{case['world']} ranks, {tokens} tokens, {aggregate.shape_of(case['spec'])}, {dtype}"
-            grids.setdefault(title, {})[case["scheme"], mask] = row
-        else:
+        if "scheme" not in row["case"]:
             line = what, mask, tokens, aggregate.shape_of(row["case"]), dtype
             lines.setdefault(line, {})[which] = row
     parts = []
@@ -113,26 +118,63 @@ def _throughput(ran: Sequence[Row]) -> str:
                 for line in sorted(lines, key=lambda line: (order.get(line[0], len(order)), line[1:]))]
         parts.append(
             "<h3>Throughput, JAX over PyTorch</h3><p class='soft'>Timed in turns on one card; above 1 JAX is faster; "
-            "behind it ms of JAX, ms of PyTorch. Under one name stand different programs: ours, or a library's.</p>"
-            + page.table(["kernel", "mask", "tokens", "shape", "dtype", *PASSES], body))
-    for title, cells in grids.items():
-        schemes = [s for s in SCHEMES if any(s == scheme for scheme, _ in cells)]
-        body = [[mask, *(_times(cells.get((scheme, mask))) for scheme in schemes)]
-                for mask in ALL_BUILDERS if any(m == mask for _, m in cells)]
+            f"behind it ms of JAX, ms of PyTorch. {UNSTEADY} Under one name stand different programs: ours, or a "
+            "library's.</p>" + page.table(["kernel", "mask", "tokens", "shape", "dtype", *PASSES], body))
+    return "".join(parts) + _schemes([row for row in timed if "scheme" in row["case"]], peaks)
+
+
+def _schemes(timed: Sequence[Row], peaks: dict[str, float]) -> str:
+    """Ratios of schemes by mask, beside the time that the FLOPs would take if the ranks shared them evenly."""
+    grids: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
+    for row in timed:
+        case, spec = row["case"], row["case"]["spec"]
+        heads = aggregate.shape_of(spec | {"mask": "full"})
+        title = f"{case['world']} ranks, {spec['seq_len']:,} tokens, {heads}, {spec['dtype']}"
+        blocks = aggregate.shape_of(spec).removeprefix(heads)
+        grids.setdefault(title, {}).setdefault((spec["mask"], blocks), {})[case["scheme"]] = row
+    parts = []
+    for title, lines in grids.items():
+        schemes = [s for s in SCHEMES if any(s in line for line in lines.values())]
+        body = [[f'<td class="text">{mask}{blocks}</td>', _kernels(line), _floor(next(iter(line.values())), peaks),
+                 *(_times(line.get(scheme), ".2f") for scheme in schemes)]
+                for (mask, blocks), line in sorted(lines.items(), key=lambda x: list(ALL_BUILDERS).index(x[0][0]))]
         parts.append(
             f"<h3>Schemes, JAX over PyTorch: {page.esc(title)}</h3><p class='soft'>Both passes, calls one behind the "
             "other, between two events on the device at which all ranks meet, the host ahead; the stacks in turns on "
-            "the same cards. Above 1 JAX is faster; behind it ms of JAX, ms of PyTorch.</p>"
-            + page.table(["mask", *schemes], body))
+            f"the same cards. Above 1 JAX is faster; behind it ms of JAX, ms of PyTorch. {UNSTEADY} <em>Local "
+            "kernel</em> is what each rank runs, both stacks' where they differ; naive and sdpa compute hidden cells, "
+            "too. <em>Floor</em>: the FLOPs, shared evenly, at the measured matrix peak. Above it stand what the local "
+            "kernels are above theirs, shorter pieces, links and merges; "
+            '<a href="#parallel">the part on context parallelism</a> tells them apart.</p>'
+            + page.table(["mask", "local kernel", "floor ms", *schemes], body))
     return "".join(parts)
 
 
-def _times(row: Row | None) -> str:
-    """The ratio of a timed row, and the milliseconds of both stacks."""
+def _kernels(line: dict[str, Row]) -> str:
+    """The local kernels of a line's rows, both stacks' where they differ."""
+    some = [row["kernels"].values() for row in line.values() if "kernels" in row]
+    return "; ".join(dict.fromkeys(" / ".join(dict.fromkeys(names)) for names in some))
+
+
+def _floor(row: Row, peaks: dict[str, float]) -> str:
+    """Milliseconds of a scheme row's FLOPs at the matrix peak, shared evenly; empty where none was measured."""
+    spec, world = ProblemSpec(**row["case"]["spec"]), row["case"]["world"]
+    peak = peaks.get(spec.dtype)
+    return f"{1e3 * sum(map(_problem(spec).flops, PASSES)) / world / peak:.2f}" if peak else ""
+
+
+@functools.cache
+def _problem(spec: ProblemSpec) -> AttentionProblem:
+    return spec.problem()
+
+
+def _times(row: Row | None, form: str = ".3g") -> str:
+    """The ratio of a timed row, the milliseconds of both stacks, and how far rounds differ where that is much."""
     if row is None:
         return ""
-    jax, torch = (row["seconds"][stack] * 1e3 for stack in ("jax", "torch"))
-    return f"{tables.ratio(row)} ({jax:.3g}, {torch:.3g})"
+    jax, torch = (format(row["seconds"][stack] * 1e3, form) for stack in ("jax", "torch"))
+    spread = max(((max(x) - min(x)) / statistics.median(x) for x in row.get("rounds", {}).values()), default=0.0)
+    return f"{tables.ratio(row)} ({jax}, {torch})" + (f" ±{spread:.0%}" if spread > STEADY else "")
 
 
 def _names(found: Sequence[aggregate.Entry]) -> str:

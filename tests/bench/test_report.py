@@ -1,6 +1,7 @@
 """The report opens from any mix of records, failures among them, without a network; comparisons see beyond noise."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import re
@@ -186,7 +187,7 @@ def test_a_floor_may_be_memory():
     rows = [attention("jax", "naive", "full", 64, 1.0), mixed()[0] | {"bandwidth": 1e8}]
     entry = aggregate.entries(rows)[0]
     assert entry.bound == "memory" and entry.floor == pytest.approx(10**6 / 1e8)
-    assert "10 x its floor" not in aggregate.cause(entry) and "128-tiles hold 1.40 x" in aggregate.cause(entry)
+    assert "10 x its floor" not in aggregate.cause(entry) and "tile waste 1.40" in aggregate.cause(entry)
 
 
 def test_a_race_tells_who_was_refused_who_was_wrong_and_who_was_not_in_it():
@@ -200,16 +201,36 @@ def test_a_race_tells_who_was_refused_who_was_wrong_and_who_was_not_in_it():
 
 
 def test_ratios_of_both_passes_stand_in_a_line_and_those_of_schemes_by_mask():
+    """Beside the FLOPs' time at the peak, and what each rank runs; a line of block masks names its blocks."""
     kernels = parity_kernels.cells(["flashmask"], ["causal"], ["long"], PASSES, 0)
-    schemes = parity_schemes.cells(["usp"], ["full", "causal"], [2], ["zigzag"], "ranks_long", 0)
+    schemes = parity_schemes.cells(["usp"], ["full", "variable_block"], [2], ["zigzag"], "ranks_long", 0)
     rows = [engine.new_row(cell.key, "parity", cell.of("jax") | {"shape": cell.shape}, {})
             | {"seconds": {"jax": 1e-3, "torch": 1e-3 * n}, "throughput_ratio": float(n)}
             | {"errors": {"jax": {"out": 0.1}}, "budget": {"out": 1.0}}
             for n, cell in enumerate([*kernels, *schemes], 1)]
-    text = parity.section(rows)
+    rows[2] |= {"kernels": {"jax": "flashmask", "torch": "flashmask"}, "rounds": {"jax": [4.0, 5.0, 4.0]}}
+    rows[3] |= {"kernels": {"jax": "flashinfer", "torch": "sdpa"}, "rounds": {"jax": [1.0, 1.05], "torch": [4.0]}}
+    peak = 14 * 8192**2 * 16 * 128 / 2 / 1e-3  # both passes under full, on two ranks, in a millisecond
+    ceiling = engine.new_row("ceiling/jax", "ceiling", {"stack": "jax", "dtype": "bfloat16"}, {})
+    text = parity.section([*rows, ceiling | {"peak_flops": peak, "bandwidth": 1e12}])
     assert "<td>1.00 (1, 1)</td><td>2.00 (1, 2)</td></tr>" in text
-    assert "<td>full</td><td>3.00 (1, 3)</td></tr><tr><td>causal</td><td>4.00 (1, 4)</td></tr>" in text
+    assert '<td class="text">full</td><td>flashmask</td><td>1.00</td><td>3.00 (1.00, 3.00) ±25%</td></tr>' in text
+    blocks = '<td class="text">variable_block, blocks of 128, density 0.5</td><td>flashinfer / sdpa</td><td>0.5'
+    assert blocks in text and "<td>4.00 (1.00, 4.00)</td></tr>" in text
     assert "4 agree, 1,626 not run" in text
+    assert 'full</td><td>flashmask</td><td></td><td>3.00' in parity.section(rows)
+
+
+def test_what_a_walks_ends_cost_is_told_where_it_tells_the_times():
+    """Times made of walks of some tiles, each with ends that cost as much as three."""
+    order = {walk: attention("jax", "flashmask", "causal", 128 * walk, 1.0) for walk in (2, 4, 8, 16, 32)}
+    found = [dataclasses.replace(e, waste=1.0, density=1.0, floor=1.0, bound="arithmetic", seconds=1.1 * (1 + 3 / walk))
+             for walk, e in zip(order, aggregate.entries(list(order.values())), strict=True)]
+    assert [e.walk for e in found] == list(order)
+    assert aggregate.walk_cost(found) == pytest.approx(3) and aggregate.walk_cost(found[1:]) is None
+    same = [dataclasses.replace(e, seconds=1.0 + n % 2) for n, e in enumerate(found)]
+    assert aggregate.walk_cost(same) is None  # nothing that a walk tells
+    assert [aggregate.cause(e).endswith(f"; walks of {e.walk:.1f} tiles") for e in found] == [True] * 3 + [False] * 2
 
 
 def test_an_inlined_picture_has_text_and_short_numbers():
