@@ -268,8 +268,8 @@ def _causes(found) -> str:
         "<p>The <em>floor</em> of a row is the larger of its FLOPs over the measured matrix peak and its fewest bytes "
         "over the measured copy bandwidth: no version runs much faster. <em>Tile waste</em> is what a kernel that "
         "works in 128 &times; 128 tiles computes over what the mask shows. A <em>walk</em> is the tiles that 128 "
-        "queries visit, or 128 keys backward; it begins and ends with work that no tile hides, so short walks cost more "
-        "a tile"
+        "queries visit, or 128 keys backward; it begins and ends with work that no tile hides, so short walks cost "
+        "more a tile"
         + _walk_costs(list(first.values())) + ". Here is the fastest kernel of each stack; "
         '<a href="#rows">every row</a> has the same.</p>')
     body = [[e.column, e.mask, e.which, f"{e.seq_len:,}", f"{(e.seconds or 0) * 1e3:.3f}", *_cause_line(e)]
