@@ -102,7 +102,7 @@ def _summary(rows, found, anchors, answers) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
              for status, n in sorted(counts.items(), key=lambda x: -x[1])]
-    where = Counter(_device(row["environment"]) for row in rows).most_common(1)
+    where = Counter(_device(_environment(row)) for row in rows).most_common(1)
     tiles = [(device, f"where {n:,} of {len(rows):,} rows ran") for device, n in where] + tiles
     unit, name = aggregate.unit_of(found)
     for row in rows:
@@ -346,6 +346,14 @@ def _masks() -> str:
             f'<div class="masks">{figures}</div>')
 
 
+def _environment(row: dict) -> dict[str, Any]:
+    """A row's, what each of several stacks says of itself among the rest."""
+    found = dict(row["environment"])
+    for own in found.pop("stacks", {}).values():
+        found = own | found
+    return found
+
+
 def _device(environment: Mapping[str, Any]) -> str:
     """What computed a row."""
     found = environment.get("device", environment.get("gpu", "no device"))
@@ -357,16 +365,16 @@ def _machine(rows) -> str:
     machines: dict[tuple, dict[str, dict[str, None]]] = {}
     counts: dict[tuple, int] = {}
     for row in rows:
-        environment = row["environment"]
+        environment = _environment(row)
         key = _device(environment), environment.get("processor"), environment.get("cores")
         counts[key] = counts.get(key, 0) + 1
         held = machines.setdefault(key, {})
         for name, value in environment.items():
-            held.setdefault(name, {})[str(value)] = None
+            held.setdefault(name, {})[str(value) or "none"] = None
     names = dict.fromkeys(name for held in machines.values() for name in held)
     body = [[name, *(f'<td class="text">{esc("; ".join(held.get(name, ())))}</td>' for held in machines.values())]
             for name in names]
-    return table(["", *(f"{key[0]}|{counts[key]:,} rows" for key in machines)], body)
+    return table(["", *(f"{key[0]}|{n:,} row{'s' * (n > 1)}" for key, n in counts.items())], body)
 
 
 def _every(found) -> str:

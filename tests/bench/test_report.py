@@ -233,6 +233,15 @@ def test_what_a_walks_ends_cost_is_told_where_it_tells_the_times():
     assert [aggregate.cause(e).endswith(f"; walks of {e.walk:.1f} tiles") for e in found] == [True] * 3 + [False] * 2
 
 
+def test_a_row_of_both_stacks_ran_on_the_machine_that_each_tells():
+    """Once a column of no device held a dict as it prints."""
+    row = mixed()[0] | {"environment": {"cores": 4, "stacks": {"jax": {"device": "H200", "jax": "1.2"},
+                                                               "torch": {"device": "H200", "torch": "3.4"}}}}
+    text = page.build([row])
+    section = text[text.index('<section id="machine">') :]
+    assert ">H200<br>1 row</th>" in section and '<td class="text">3.4</td>' in section and "{" not in section
+
+
 def test_an_inlined_picture_has_text_and_short_numbers():
     """Once its letters were outlines, 60 % of the picture."""
     figure = next(iter(pictures.heat_maps(aggregate.entries(mixed())).values()))
