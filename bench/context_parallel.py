@@ -271,10 +271,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
     with contextlib.nullcontext() if values.host else engine.open_records(engine.Options(out, *going_on)):
         jobs.run(cases)
-    rows = records.read(out)
-    bad = [row for row in rows if row["status"] in ("mismatch", "error", "timeout")]
-    print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {out}")
-    return 1 if bad or jobs.stopped else 0
+    return program.ended(out) or int(jobs.stopped)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ from bench import engine, options, program
 def main() -> int:
     """Runs the cases that the flags name; 1 where a row failed, 2 for bad flags."""
     cases, settings = options.cases(flags.FLAGS), options.options(flags.FLAGS)
-    rows = engine.run(cases, settings)
-    bad = [row for row in rows if row["status"] in ("mismatch", "error")]
-    print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {settings.out}")
-    return 1 if bad else 0
+    engine.run(cases, settings)
+    return program.ended(settings.out)
 
 
 if __name__ == "__main__":

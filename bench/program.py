@@ -3,12 +3,14 @@
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from absl import app, flags
 
-from bench import options
+from bench import options, records
 
 INTERRUPTED = 128 + signal.SIGINT
+FAILED = ("mismatch", "error", "timeout")
 
 
 def run(main: Callable[..., int], files: bool = False) -> None:
@@ -35,3 +37,11 @@ def run(main: Callable[..., int], files: bool = False) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def ended(out: str | Path) -> int:
+    """Says what a record file holds and how to see it; the status of its run: 1 where a row failed."""
+    rows = records.read(out)
+    bad = sum(row["status"] in FAILED for row in rows)
+    print(f"{len(rows)} rows, {bad} failed; see them: python -m bench.report {out}")
+    return 1 if bad else 0

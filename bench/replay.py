@@ -461,8 +461,7 @@ def main() -> int:
     with engine.open_records(engine.Options(settings.out, settings.resume, settings.again)) as writer, \
             engine.Workers() as workers:
         (Estimate if settings.rate else Replay)(settings, workers, writer).run(cases)
-    bad = [row for row in records.read(settings.out) if row["status"] in ("mismatch", "error", "timeout")]
-    return 1 if bad else 0
+    return program.ended(settings.out)
 
 
 if __name__ == "__main__":

@@ -174,9 +174,7 @@ def main() -> int:
     for made in (table(rows), selections(rows)):
         if made.row_count:
             console.print(made)
-    bad = [row for row in rows if row["status"] in ("mismatch", "error")]
-    print(f"{len(rows)} rows, {len(bad)} failed; see them: python -m bench.report {flags.FLAGS.out}")
-    return 1 if bad else 0
+    return program.ended(flags.FLAGS.out)
 
 
 if __name__ == "__main__":

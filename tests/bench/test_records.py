@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from bench import records
+from bench import program, records
 
 
 def row(key, status="ok", **more):
@@ -118,3 +118,13 @@ def test_a_file_that_cannot_grow_keeps_whole_rows(tmp_path, room):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         writer.write(row("c"))
     assert [r["key"] for r in records.read(path)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("status, code", [("unsupported", 0), ("skipped", 0), ("mismatch", 1), ("timeout", 1)])
+def test_a_run_ends_with_what_its_file_holds(tmp_path, capsys, status, code):
+    path = tmp_path / "r.jsonl"
+    with records.Writer(path) as writer:
+        writer.write(row("a"))
+        writer.write(row("b", status))
+    assert program.ended(path) == code
+    assert capsys.readouterr().out == f"2 rows, {code} failed; see them: python -m bench.report {path}\n"
