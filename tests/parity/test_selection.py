@@ -10,6 +10,8 @@ from torch_impl import selection as in_torch
 from workload import block_masks
 from workload import selection as workload
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def scores(ties: bool, seed: int = 0) -> np.ndarray:
     """float32 [3, 10, 13]; with ties, of five values only."""
@@ -24,8 +26,8 @@ ALLOWED[0] = False  # a query block that may see nothing
 def by_both(name, x, *args):
     """counts and indices of both stacks, which must agree to the bit."""
     ours = [np.asarray(y) for y in jax.jit(getattr(in_jax, name), static_argnums=(1,))(x, *args)]
-    theirs = [y.numpy() for y in getattr(in_torch, name)(torch.tensor(x), *(torch.tensor(a) if isinstance(a, np.ndarray)
-                                                                            else a for a in args))]
+    given = (torch.tensor(a, device=DEVICE) if isinstance(a, np.ndarray) else a for a in (x, *args))
+    theirs = [y.cpu().numpy() for y in getattr(in_torch, name)(*given)]
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype == np.int32 and np.array_equal(a, b)
     return ours
@@ -78,8 +80,9 @@ def test_pooled_scores(heads):
     rng = np.random.default_rng(heads)
     q, k = (rng.standard_normal((2, n, h, 16)).astype(np.float32) for n, h in ((70, 4), (90, 2)))
     want = workload.importance(q, k, mask.q_bounds, mask.kv_bounds)
+    tensors = (torch.tensor(x, device=DEVICE) for x in (q, k))
     for got in (in_jax.pooled_scores(q, k, mask.q_bounds, mask.kv_bounds),
-                in_torch.pooled_scores(torch.tensor(q), torch.tensor(k), mask.q_bounds, mask.kv_bounds)):
+                in_torch.pooled_scores(*tensors, mask.q_bounds, mask.kv_bounds).cpu()):
         np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-6)
 
 
