@@ -271,6 +271,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: jobs.stop())  # else ranks would live on, and hold their devices
     with contextlib.nullcontext() if values.host else engine.open_records(engine.Options(out, *going_on)):
         jobs.run(cases)
+    if values.host:
+        print("rows are written on host 0")
+        return int(jobs.stopped)
     return program.ended(out) or int(jobs.stopped)
 
 
