@@ -34,7 +34,8 @@ _exchanges = itertools.count()
 def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 300.0) -> Iterator[Place]:
     """The job's devices as this process's `jax.devices()`, for the time of a `with` block.
 
-    Call it before anything touches a device.
+    Call it before anything touches a device. From then on the variable XLA_FLAGS begins with `XLA_FLAGS`; the caller's
+    own come behind, and win.
 
     Args:
       place: from `detect`; ValueError where that found none.
@@ -50,6 +51,7 @@ def join(place: Place | None, *, backend: str | None = None, timeout_s: float = 
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     else:  # a rank's CPU works for that rank alone, and gloo would look for a name service
         jax.config.update("jax_cpu_collectives_implementation", None)
+    os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     wait = max(1, round(timeout_s))
     own = [processes.own_device(place)] if backend == "gpu" else None
     jax.distributed.initialize(
@@ -98,7 +100,7 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
       command: the program; it calls `detect` and `join`.
       ranks: on this host; every host starts as many.
       deadline_s: of the whole job; ranks that still run then are ended.
-      environ: of the ranks, this process's by default; its own XLA_FLAGS come behind `XLA_FLAGS`, and win.
+      environ: of the ranks, this process's by default.
       hosts, host, coordinator: of a job on several hosts: how many, which one this is, and "host:port" of host 0.
       show: print what this host's first rank prints, as it comes.
 
@@ -108,8 +110,6 @@ def spawn(command: Sequence[str], ranks: int, *, deadline_s: float, environ: Map
     processes.check_ranks(ranks)
     processes.check_hosts(hosts, host, coordinator)
     coordinator = coordinator or f"127.0.0.1:{_free_port()}"
-    environ = dict(os.environ if environ is None else environ)
-    environ["XLA_FLAGS"] = f"{XLA_FLAGS} {environ.get('XLA_FLAGS', '')}".strip()
     return processes.spawn(command, ranks, coordinator, deadline_s=deadline_s, environ=environ, hosts=hosts, host=host,
                            show=show)
 

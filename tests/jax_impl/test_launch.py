@@ -8,6 +8,7 @@ import pytest
 
 from jax_impl.launch import RankFailure, join, main, spawn
 from tests.two_hosts import run_on_both, two_hosts
+from workload import ranks
 from workload.ranks import HOSTED
 
 WORKER = [sys.executable, "-m", "tests.jax_impl.gloo_worker"]
@@ -81,9 +82,11 @@ print(os.environ["XLA_FLAGS"])
 
 
 def test_ranks_exchange_texts_and_keep_several_collectives_in_flight():
-    """Without a device; and the caller's own flags come last, so they count."""
+    """Without a device, whoever started them; and the caller's own flags come last, so they count."""
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    for said in spawn([sys.executable, "-c", EXCHANGE], 2, deadline_s=80, environ=environ):
+    with socket.create_server(("127.0.0.1", 0)) as behind:
+        at = f"127.0.0.1:{behind.getsockname()[1]}"
+    for said in ranks.spawn([sys.executable, "-c", EXCHANGE], 2, at, deadline_s=80, environ=environ):
         *told, flags = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
         assert told == [str([f"{n} of 0", f"{n} of 1"]) for n in range(3)]
         assert "collective_overlap_limit=4" in flags and flags.split()[-1] == environ["XLA_FLAGS"]
