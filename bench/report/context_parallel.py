@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 
 from bench.report import aggregate, page, pictures, ranks, ring, timeline
-from bench.report.efficiency import HOW, KINDS, Row, efficiency, overall, plan, rows_of, seconds
+from bench.report.efficiency import HOW, KINDS, Row, efficiency, overall, plan, rows_of, seconds, sharding
 from bench.report.tables import NAMES, grid, number
 from workload.suite import ALL_BUILDERS
 from workload.topology import SCHEMES
@@ -77,7 +77,7 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
     for row in sorted(rows_of(rows), key=_order):
         case, told = row["case"], plan(row)
         spec = case["spec"]
-        line = [spec["mask"], str(case["world"]), case["scheme"], case["stack"], case["sharding"],
+        line = [spec["mask"], str(case["world"]), case["scheme"], case["stack"], sharding(row),
                 f"{spec['seq_len']:,}"]
         if row["status"] != "ok":
             body.append([*line, row["status"], *[""] * 8, row["kind"]])
@@ -111,7 +111,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = []
     for title, head, lines in pivots(rows):
         cells = [[next(r["case"]["spec"]["mask"] for r in line if r),
-                  *("" if r is None else f"{overall(r) or 0:.2f} ({r['case']['sharding']})" for r in line)]
+                  *("" if r is None else f"{overall(r) or 0:.2f} ({sharding(r)})" for r in line)]
                  for line in lines]
         parts.append(f"### E of both passes, {title}\n\n{grid(head, cells)}\n")
     return "\n".join([*parts, ranks.markdown(rows), "### Context parallelism, every row\n", grid(HEAD, body), ""])
@@ -138,13 +138,13 @@ def agreement(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows_of(rows):
         if row["kind"] == "context_parallel":
             case = row["case"]
-            key = case["scheme"], case["spec"]["mask"], case["world"], case["sharding"], str(case["spec"])
+            key = case["scheme"], case["spec"]["mask"], case["world"], sharding(row), str(case["spec"])
             groups.setdefault(key, {})[case["stack"]] = row
     lines = []
-    for (scheme, mask, world, sharding, _), sides in sorted(groups.items()):
+    for (scheme, mask, world, how, _), sides in sorted(groups.items()):
         if len(sides) == 2:
             good = all(row["status"] == "ok" for row in sides.values())
-            lines.append([scheme, mask, str(world), sharding, str(sides["jax"].get("check_len", "")),
+            lines.append([scheme, mask, str(world), how, str(sides["jax"].get("check_len", "")),
                           *(_worst(sides[stack]) for stack in ("jax", "torch")), "pass" if good else "fails"])
     return lines
 
@@ -243,7 +243,7 @@ def _best_cell(ran: Sequence[Row]) -> str:
     """ran: the schemes' rows, the best first."""
     best = overall(ran[0]) or 0.0
     names = [row["case"]["scheme"] for row in ran if (overall(row) or 0) >= (1 - CLOSE) * best]
-    told = "; ".join(f"{row['case']['scheme']} {overall(row):.2f} ({row['case']['sharding']})" for row in ran)
+    told = "; ".join(f"{row['case']['scheme']} {overall(row):.2f} ({sharding(row)})" for row in ran)
     return (f'<td class="names" style="background: rgba(var(--heat), {min(1.0, best) * 0.6:.2f})" '
             f'title="{page.esc(told)}"><b>{best:.2f}</b> {page.esc(", ".join(names))} '
             f'<span class="soft">{KINDS[ran[0]["kind"]]}</span></td>')
@@ -268,7 +268,7 @@ def _pivot_cell(row: Row | None) -> str:
     if row is None:
         return '<td class="none"></td>'
     value = overall(row) or 0.0
-    told = f"{row['case']['sharding']}: {cause(row)}"
+    told = f"{sharding(row)}: {cause(row)}"
     return (f'<td style="background: rgba(var(--heat), {min(1.0, value) * 0.75:.2f})" title="{page.esc(told)}">'
             f"{value:.2f}</td>")
 
@@ -288,7 +288,7 @@ def _timelines(found: Sequence[Row]) -> str:
     for row in of_scheme.values():
         figure, case, spec = timeline.picture(row), row["case"], row["case"]["spec"]
         title = (f"{case['scheme']} under {spec['mask']}: {case['world']} ranks, {spec['seq_len']:,} tokens, "
-                 f"{case['sharding']}, {case['stack']}, forward, {HOW[row['kind']]}")
+                 f"{sharding(row)}, {case['stack']}, forward, {HOW[row['kind']]}")
         parts.append(f"<h4>{page.esc(title)}</h4>{pictures.svg(figure)}")
         pictures.plt.close(figure)
     if not parts:

@@ -45,6 +45,12 @@ def overall(row: Row) -> float | None:
     return sum(singles.values()) / (row["case"]["world"] * sum(t for t in times if t))
 
 
+def sharding(row: Row) -> str:
+    """How tokens are split among ranks, and heads into groups that travel by turns, in words."""
+    groups = row["case"].get("head_groups", 1)
+    return row["case"]["sharding"] + (f", {groups} head groups" if groups > 1 else "")
+
+
 def steps(row: Row) -> str:
     """How many steps a rank makes, in words."""
     count = plan(row)["steps"]

@@ -8,6 +8,7 @@ from typing import Any
 from bench.context_parallel_cases import from_record
 from bench.link_model import links_of, predict
 from bench.report import page, pictures, timeline
+from bench.report.efficiency import sharding
 from bench.report.tables import grid, number
 from workload.problem import PASSES
 from workload.topology import SCHEMES
@@ -111,7 +112,7 @@ def prediction_summary(found: Sequence[Comparison]) -> list[list[str]]:
     for key, members in groups.items():
         worst = max(members, key=lambda c: abs(c.error))
         lines.append([*key, str(len(members)), f"{statistics.median(c.error for c in members):+.0%}",
-                      f"{worst.error:+.0%}", f"{worst.row['case']['spec']['mask']}, {worst.row['case']['sharding']}"])
+                      f"{worst.error:+.0%}", f"{worst.row['case']['spec']['mask']}, {sharding(worst.row)}"])
     return lines
 
 
@@ -123,7 +124,7 @@ def prediction_lines(found: Sequence[Comparison]) -> list[list[str]]:
     lines = []
     for c in found:
         case, times = c.row["case"], (c.measured, c.predicted, c.compute)
-        lines.append([case["stack"], case["scheme"], case["spec"]["mask"], case["sharding"], c.which,
+        lines.append([case["stack"], case["scheme"], case["spec"]["mask"], sharding(c.row), c.which,
                       *(f"{t * 1e3:.3f}" for t in times), f"{c.error:+.0%}"])
     return lines
 

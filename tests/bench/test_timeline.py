@@ -94,4 +94,6 @@ def test_agreement_on_ranks_pairs_the_stacks():
     lines = context_parallel.agreement(sides)
     assert lines == [["ring", "causal_document", "4", "zigzag", "96", "0.50 out", "nan out", "fails"]]
     assert context_parallel.agreement(sides[:1]) == []
+    grouped = [{**side, "case": {**side["case"], "head_groups": 2}} for side in sides]
+    assert [line[3] for line in context_parallel.agreement([*sides, *grouped])] == ["zigzag", "zigzag, 2 head groups"]
     assert "Do the stacks agree on ranks?" in context_parallel.section(sides)
