@@ -94,10 +94,14 @@ def stream_of(frame: _CallFrame) -> int:
 class DeviceEvents:
     """Two events on a device's stream; between `mark(BEGIN)` and `mark(END)` stands what is timed.
 
+    Args:
+      device: JAX's default one if None.
+
     Raises OSError where there is no CUDA driver.
     """
 
-    def __init__(self, platform: str = "CUDA", driver: Any = None, stream: Callable[[_CallFrame], int] = stream_of):
+    def __init__(self, device: jax.Device | None = None, platform: str = "CUDA", driver: Any = None,
+                 stream: Callable[[_CallFrame], int] = stream_of):
         self._driver = driver or ctypes.CDLL("libcuda.so.1")
         self._stream = stream
         self._events: list[ctypes.c_void_p] = []
@@ -106,13 +110,14 @@ class DeviceEvents:
         self._fault: Exception | None = None
         self._behind = False
         self._handlers, self._marks = [], []  # XLA holds pointers to the handlers, not references
+        there = None if device is None else jax.sharding.SingleDeviceSharding(device)
         for which in (BEGIN, END):
             name = next(_names)
             self._handlers.append(handler(functools.partial(self._record, which)))
             function = ctypes.cast(self._handlers[-1], ctypes.c_void_p)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function.value), platform=platform)
             self._marks.append(jax.jit(jax.ffi.ffi_call(
-                name, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)))
+                name, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True), out_shardings=there))
 
     def mark(self, which: int) -> jax.Array:
         """Enqueues a program that records an event, BEGIN or END."""
@@ -143,18 +148,22 @@ class DeviceEvents:
         return milliseconds.value / 1e3
 
     def _record(self, which: int, frame: _CallFrame) -> None:
-        """In XLA's thread, whose context is the device's."""
+        """In a thread of XLA's, which may have served another device last."""
         try:
-            if not self._events:
-                self._call("cuCtxGetCurrent", ctypes.byref(self._context))
-                made = [ctypes.c_void_p() for _ in range(2)]
-                for event in made:
-                    self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(0))
-                self._events = made
             self._streams[which] = self._stream(frame)
-            self._call("cuEventRecord", self._events[which], ctypes.c_void_p(self._streams[which]))
-            if which == END:
-                self._behind = self._driver.cuEventQuery(self._events[BEGIN]) != NOT_READY
+            stream = ctypes.c_void_p(self._streams[which])
+            self._call("cuStreamGetCtx", stream, ctypes.byref(self._context))
+            self._call("cuCtxPushCurrent_v2", self._context)
+            try:
+                while len(self._events) < 2:
+                    made = ctypes.c_void_p()
+                    self._call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(0))
+                    self._events.append(made)
+                self._call("cuEventRecord", self._events[which], stream)
+                if which == END:
+                    self._behind = self._driver.cuEventQuery(self._events[BEGIN]) != NOT_READY
+            finally:
+                self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
         except Exception as fault:  # XLA could not take it; `seconds` raises it
             self._fault = fault
 

@@ -37,10 +37,10 @@ class Stack:
         self.timer = "CUDA events around each call" if self.on_gpu else "wall time"
         self.memory_method = "XLA's memory analysis: operands, results and temporaries"
 
-    @functools.cached_property
-    def _events(self) -> DeviceEvents:
-        """The process' own: made when first asked, since that runs a program on the device."""
-        return DeviceEvents()
+    @functools.cache  # noqa: B019 - one stack lives as long as its process
+    def _events(self, device: jax.Device | None) -> DeviceEvents:
+        """A device's own: made when first asked, since that runs a program on it."""
+        return DeviceEvents(device)
 
     def environment(self) -> dict[str, Any]:
         """Versions, device and compiler flags of this stack."""
@@ -160,19 +160,25 @@ class Stack:
             return self.between_events(lambda: call(n), ahead, (lambda: None) if cold else lambda: call(n))
         return EventSampler(take)
 
-    def between_events(self, call: Callable[[], Any], ahead: int, before: Callable[[], Any]) -> tuple[float, bool]:
-        """Seconds of a call between two events, behind `ahead` flushes and `before`; whether the device may have waited
+    def between_events(self, call: Callable[[], Any], ahead: int, before: Callable[[], Any],
+                       devices: Sequence[jax.Device | None] = (None,)) -> tuple[float, bool]:
+        """Seconds of a call between two events, behind `ahead` flushes and `before`; whether a device may have waited
         for the host meanwhile.
+
+        Args:
+          devices: whose seconds count, of several the slowest's; JAX's default one, which alone is flushed, if None.
         """
-        events, flush = self._events, self._flush()
+        events, flush = [self._events(device) for device in devices], self._flush()
         for _ in range(ahead):
             flush()
         before()
-        events.mark(BEGIN)
+        for each in events:
+            each.mark(BEGIN)
         result = call()
-        seconds = events.seconds(events.mark(END))
+        last = [each.mark(END) for each in events]
+        seconds = max(each.seconds(end) for each, end in zip(events, last, strict=True))
         del result
-        return seconds, events.behind()
+        return seconds, any(each.behind() for each in events)
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush(self) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ from bench.workers import Failure, Worker
 from parity.matrix import SHAPES
 
 ROUNDS = 3
+SAMPLES = 3  # of a cell of a scheme in each round
 GRACE = 20.0  # seconds for what is at work when the time is up
 KEPT = 16  # cells of schemes that a job keeps on its devices, to be timed
 

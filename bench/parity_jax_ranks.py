@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from bench.jax_stack import meeting
-from bench.parity_cells import KEPT
+from bench.parity_cells import KEPT, SAMPLES
+from bench.timing import EventSampler
 from jax_impl import context_parallel as cp
 from jax_impl.context_parallel.attention import backward, forward
 from jax_impl.context_parallel.plan import alike, default_kernel, place
@@ -162,22 +163,29 @@ def _joined(name: str, x: jax.Array, plan) -> np.ndarray:
     return np.asarray(cp.unshard(x, plan, SIDE.get(name, "q")))
 
 
-def clock(case: dict[str, Any]) -> float:
-    """Of a cell that has run: seconds of both passes, calls one behind the other, as a mean.
+def clock(case: dict[str, Any]) -> dict[str, Any]:
+    """Of a cell that has run: how long both passes take, calls one behind the other.
 
-    On GPUs between two events on the first one's stream, at either of which all have met; the host is ahead.
+    On GPUs between two events on each one's stream, the slowest's, at either of which all have met, the host ahead.
+
+    Returns: samples, seconds of a call as a mean; waited, for how many of them a device may have waited for the host.
     """
     built, stack = _of(case), stack_of("jax")
-    meet = meeting(tuple(built.plan.program.mesh.devices.flat))
+    devices = tuple(built.plan.program.mesh.devices.flat)
+    meet = meeting(devices)
 
-    def calls(_: int) -> Any:
+    def calls() -> Any:
         for _ in range(CALLS):
             last = built.again()
             if not stack.on_gpu:  # queued programs of one process' CPU devices can wait for each other's threads
                 jax.block_until_ready(last)
         return meet()
 
-    return stack.sampler(calls, cold=False)(0) / CALLS  # a warm one calls once before the first event
+    def between(_: int, ahead: int) -> tuple[float, bool]:
+        return stack.between_events(calls, ahead, calls, devices)
+
+    sample = EventSampler(between) if stack.on_gpu else stack.sampler(lambda _: calls(), cold=False)
+    return {"samples": [sample(n) / CALLS for n in range(SAMPLES)], "waited": getattr(sample, "waited", 0)}
 
 
 def shard_out(folder: str, world: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from bench import context_parallel_cases as cp
 from bench import engine
-from bench.parity_cells import KEPT, Problems, Rows, in_turns, spec_of
+from bench.parity_cells import KEPT, ROUNDS, SAMPLES, Problems, Rows, in_turns, spec_of
 from bench.rates import GPU_BACKENDS
 from bench.workers import Failure, Worker
 from parity.budgets import cross_budget
@@ -247,13 +248,21 @@ class Run(contextlib.ExitStack):
         return answers["the results"] | {"kernels": {"jax": answers["jax"], "torch": answers["torch"][0]}}
 
     def _throughput(self, cell: Cell) -> dict[str, Any]:
-        """Seconds of both passes by the slowest rank, the stacks in turns."""
+        """Seconds of both passes by the slowest rank, the stacks in turns; flags where a device may have waited."""
+        waited: collections.Counter[str] = collections.Counter()
+
         def clock(stack: str) -> float | Failure:
-            if stack == "jax":
-                return self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
-            found = self._gang.ask("clock", self._patience(), case=cell.of(stack))
-            return found if isinstance(found, Failure) else max(found)
-        return in_turns(clock)
+            found = self._gang.ask("clock", self._patience(), case=cell.of(stack)) if stack == "torch" else \
+                self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
+            if isinstance(found, Failure):
+                return found
+            ranks = found if stack == "torch" else [found]
+            waited[stack] += max(rank["waited"] for rank in ranks)
+            return statistics.median(map(max, zip(*(rank["samples"] for rank in ranks), strict=True)))
+
+        told = in_turns(clock)
+        return told | {"flags": [f"{stack}: a device may have waited for the host in {n} of {ROUNDS * SAMPLES} samples"
+                                 for stack, n in waited.items() if n]}
 
 
 def run(left: Sequence[Cell], rows: Rows, problems: Problems, deadline: float, jobs: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
-from bench.parity_cells import KEPT
+from bench.parity_cells import KEPT, SAMPLES
 from bench.timing import wall
 from parity.compare import RESULTS
 from parity.inputs import TENSORS
@@ -93,10 +93,12 @@ def _stored(x: torch.Tensor) -> np.ndarray:
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def clock(case: dict[str, Any]) -> float:
-    """Of a cell that has run: seconds of both passes, calls one behind the other, as a mean.
+def clock(case: dict[str, Any]) -> dict[str, Any]:
+    """Of a cell that has run: how long both passes take, calls one behind the other.
 
-    On GPUs between two events on this rank's stream, at either of which all ranks have met; the host is ahead.
+    On GPUs between two events on this rank's stream, at either of which all ranks have met, the host ahead.
+
+    Returns: samples, seconds of a call as a mean; waited, for how many of them the device may have waited for the host.
     """
     plan, q, k, v, dout = _built[from_record(case)]
     token = torch.zeros(1, device=_held["job"].device)
@@ -109,12 +111,16 @@ def clock(case: dict[str, Any]) -> float:
 
     calls()
     if not stack_of("torch").on_gpu:
-        return wall(calls, lambda _: None) / CALLS
+        return {"samples": [wall(calls, lambda _: None) / CALLS for _ in range(SAMPLES)], "waited": 0}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(AHEAD_CYCLES)
-    dist.all_reduce(token)
-    begin.record()
-    calls()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / CALLS
+    samples, waited = [], 0
+    for _ in range(SAMPLES):
+        torch.cuda._sleep(AHEAD_CYCLES)
+        dist.all_reduce(token)
+        begin.record()
+        calls()
+        end.record()
+        waited += begin.query()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) / 1e3 / CALLS)
+    return {"samples": samples, "waited": waited}

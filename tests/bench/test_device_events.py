@@ -13,9 +13,18 @@ class Driver:
 
     def __init__(self):
         self.recorded, self.made, self.query, self.record_status = [], 0, NOT_READY, 0
+        self.contexts = [3]  # of another device
 
-    def cuCtxGetCurrent(self, context):
+    def cuStreamGetCtx(self, stream, context):
         context._obj.value = 5
+        return 0 if stream.value in (STREAM, 2 * STREAM) else 400
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        context._obj.value = self.contexts.pop()
         return 0
 
     def cuCtxSetCurrent(self, context):
@@ -24,11 +33,11 @@ class Driver:
     def cuEventCreate(self, event, flags):
         self.made += 1
         event._obj.value = self.made
-        return 0
+        return 0 if self.contexts[-1] == 5 else 201
 
     def cuEventRecord(self, event, stream):
         self.recorded.append((event.value, stream.value))
-        return self.record_status
+        return self.record_status if self.contexts[-1] == 5 else 400
 
     def cuEventQuery(self, event):
         return self.query if event.value == 1 else 999
@@ -48,15 +57,15 @@ def around(events):
 
 def test_two_events_are_recorded_on_xlas_stream():
     driver = Driver()
-    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    events = DeviceEvents(None, "cpu", driver, lambda frame: STREAM)
     assert [around(events), around(events)] == [1.5e-3, 1.5e-3]
     assert driver.recorded == [(1, STREAM), (2, STREAM)] * 2
-    assert driver.made == 2
+    assert driver.made == 2 and driver.contexts == [3]
 
 
 def test_it_is_told_whether_the_device_was_there_before_the_host():
     driver = Driver()
-    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    events = DeviceEvents(None, "cpu", driver, lambda frame: STREAM)
     around(events)
     assert not events.behind()
     driver.query = 0
@@ -66,7 +75,7 @@ def test_it_is_told_whether_the_device_was_there_before_the_host():
 
 def test_what_fails_in_xlas_thread_is_raised_by_the_timer():
     driver = Driver()
-    events = DeviceEvents("cpu", driver, lambda frame: STREAM)
+    events = DeviceEvents(None, "cpu", driver, lambda frame: STREAM)
     driver.record_status = 400
     with pytest.raises(RuntimeError, match="cuEventRecord: CUDA error 400"):
         around(events)
@@ -75,8 +84,8 @@ def test_what_fails_in_xlas_thread_is_raised_by_the_timer():
 
 
 def test_two_streams_are_no_time():
-    streams = iter([1, 2])
-    events = DeviceEvents("cpu", Driver(), lambda frame: next(streams))
+    streams = iter([STREAM, 2 * STREAM])
+    events = DeviceEvents(None, "cpu", Driver(), lambda frame: next(streams))
     with pytest.raises(RuntimeError, match="different streams"):
         around(events)
 
@@ -84,7 +93,7 @@ def test_two_streams_are_no_time():
 def test_a_cpu_has_no_stream_and_says_so():
     """XLA's own answer, through the structures of its interface."""
     with pytest.raises(RuntimeError, match="XLA gave no stream"):
-        around(DeviceEvents("cpu", Driver()))
+        around(DeviceEvents(None, "cpu", Driver()))
 
 
 def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
@@ -103,13 +112,40 @@ def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
             return len(went) < 5
 
     monkeypatch.setattr(stack, "on_gpu", True)
-    monkeypatch.setitem(stack.__dict__, "_events", Events())
+    monkeypatch.setattr(type(stack), "_events", lambda self, device: Events())
     monkeypatch.setattr(type(stack), "_flush", lambda self: lambda: went.append("flush"))
     assert stack.sampler(lambda n: went.append("call"), True)(0) == 2e-3
     assert went == ["flush", BEGIN, "call", END, "flush", "flush", BEGIN, "call", END]  # the first came too late
     went[:] = [None] * 5
     stack.sampler(lambda n: went.append("call"), False)(0)
     assert went[5:] == ["flush", "call", BEGIN, "call", END]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_of_several_devices_the_slowest_counts_and_none_may_have_waited(late, monkeypatch):
+    """One process serves all: only the first was watched, and a host late at the second made calls half as long again."""
+    stack, went = attention_task.stack_of("jax"), []
+
+    class Events:
+        def __init__(self, number):
+            self.number = number
+
+        def mark(self, which):
+            went.append((which, self.number))
+            return self.number
+
+        def seconds(self, last):
+            assert last == self.number
+            return 1e-3 * (1 + self.number)
+
+        def behind(self):
+            return self.number == late
+
+    monkeypatch.setattr(type(stack), "_events", lambda self, device: Events(device))
+    monkeypatch.setattr(type(stack), "_flush", lambda self: lambda: went.append("flush"))
+    told = stack.between_events(lambda: went.append("call"), 1, lambda: went.append("meet"), (0, 1))
+    assert told == (2e-3, True)
+    assert went == ["flush", "meet", (BEGIN, 0), (BEGIN, 1), "call", (END, 0), (END, 1)]
 
 
 def test_what_xla_tries_on_the_device_is_not_beside_a_timing(monkeypatch):
