@@ -123,7 +123,7 @@ def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_of_several_devices_the_slowest_counts_and_none_may_have_waited(late, monkeypatch):
-    """One process serves all: only the first was watched, and a host late at the second made calls half as long again."""
+    """One process serves all: only the first was watched, and what a host late at the second did was a call's time."""
     stack, went = attention_task.stack_of("jax"), []
 
     class Events:
