@@ -14,9 +14,9 @@ from workload.topology import SCHEMES
 
 Row = dict[str, Any]
 HEAD = ("kernel or scheme", "mask", "tokens", "pass", "dtype", "JAX", "PyTorch", "each other", "JAX / PyTorch rate",
-        "verdict", "reason")
+        "verdict", "remark")
 STEADY = 0.1
-UNSTEADY = f"Behind ± how far the rounds differ, where it is above {STEADY:.0%}."
+UNSTEADY = f"Behind ± how far the rounds differ, where it is above {STEADY:.0%}; !: with a remark, among all cells."
 
 
 def rows_of(rows: Sequence[Row]) -> list[Row]:
@@ -71,7 +71,7 @@ def _line(row: Row) -> list[str]:
     return [
         *tables.parity_names(row), *(tables.share(row, side) for side in ("jax", "torch", "cross")), tables.ratio(row),
         f'<td class="{css}" title="{page.esc(row["reason"])}">{page.esc(verdict)}</td>',
-        f'<td class="text">{page.esc(row["reason"])}{again}</td>',
+        f'<td class="text">{page.esc("; ".join(filter(None, (row["reason"], *row.get("flags", ())))))}{again}</td>',
     ]
 
 
@@ -174,7 +174,8 @@ def _times(row: Row | None, form: str = ".3g") -> str:
         return ""
     jax, torch = (format(row["seconds"][stack] * 1e3, form) for stack in ("jax", "torch"))
     spread = max(((max(x) - min(x)) / statistics.median(x) for x in row.get("rounds", {}).values()), default=0.0)
-    return f"{tables.ratio(row)} ({jax}, {torch})" + (f" ±{spread:.0%}" if spread > STEADY else "")
+    return f"{tables.ratio(row)} ({jax}, {torch})" + (f" ±{spread:.0%}" if spread > STEADY else "") \
+        + ("!" if row.get("flags") else "")
 
 
 def _names(found: Sequence[aggregate.Entry]) -> str:

@@ -210,13 +210,14 @@ def test_ratios_of_both_passes_stand_in_a_line_and_those_of_schemes_by_mask():
             for n, cell in enumerate([*kernels, *schemes], 1)]
     rows[2] |= {"kernels": {"jax": "flashmask", "torch": "flashmask"}, "rounds": {"jax": [4.0, 5.0, 4.0]}}
     rows[3] |= {"kernels": {"jax": "flashinfer", "torch": "sdpa"}, "rounds": {"jax": [1.0, 1.05], "torch": [4.0]}}
+    rows[3] |= {"flags": ["jax: it may have <waited>"]}
     peak = 14 * 8192**2 * 16 * 128 / 2 / 1e-3  # both passes under full, on two ranks, in a millisecond
     ceiling = engine.new_row("ceiling/jax", "ceiling", {"stack": "jax", "dtype": "bfloat16"}, {})
     text = parity.section([*rows, ceiling | {"peak_flops": peak, "bandwidth": 1e12}])
     assert "<td>1.00 (1, 1)</td><td>2.00 (1, 2)</td></tr>" in text
     assert '<td class="text">full</td><td>flashmask</td><td>1.00</td><td>3.00 (1.00, 3.00) ±25%</td></tr>' in text
     blocks = '<td class="text">variable_block, blocks of 128, density 0.5</td><td>flashinfer / sdpa</td><td>0.5'
-    assert blocks in text and "<td>4.00 (1.00, 4.00)</td></tr>" in text
+    assert blocks in text and "<td>4.00 (1.00, 4.00)!</td></tr>" in text and "may have &lt;waited&gt;</td>" in text
     assert "4 agree, 1,626 not run" in text
     assert 'full</td><td>flashmask</td><td></td><td>3.00' in parity.section(rows)
 
