@@ -251,12 +251,16 @@ class Run(contextlib.ExitStack):
         """Seconds of both passes by the slowest rank, the stacks in turns; flags where a device may have waited."""
         waited: collections.Counter[str] = collections.Counter()
 
+        def ranks_of(stack: str) -> list[dict[str, Any]] | Failure:
+            if stack == "torch":
+                return self._gang.ask("clock", self._patience(), case=cell.of(stack))
+            found = self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
+            return found if isinstance(found, Failure) else [found]
+
         def clock(stack: str) -> float | Failure:
-            found = self._gang.ask("clock", self._patience(), case=cell.of(stack)) if stack == "torch" else \
-                self._workers["jax"].ask(f"{JAX}:clock", self._patience(), case=cell.of(stack))
-            if isinstance(found, Failure):
-                return found
-            ranks = found if stack == "torch" else [found]
+            ranks = ranks_of(stack)
+            if isinstance(ranks, Failure):
+                return ranks
             waited[stack] += max(rank["waited"] for rank in ranks)
             return statistics.median(map(max, zip(*(rank["samples"] for rank in ranks), strict=True)))
 
