@@ -181,6 +181,11 @@ class Traced(Policy):
         """Whether there is a score_mod."""
         return self.score_mod is not None
 
+    @property
+    def heads_differ(self):
+        """Whether query heads that share keys visit different column tiles."""
+        return self.tiles.heads_differ
+
     def operands(self):
         return *self.tiles.operands(), *self.row_arrays, *self.column_arrays
 

@@ -55,6 +55,11 @@ class ListPolicy(Policy):
         """Columns of a tile."""
         return self.lists.piece
 
+    @property
+    def heads_differ(self) -> bool:
+        """Whether every query head has a list of its own."""
+        return 1 < self.lists.heads == self.q_heads
+
     def operands(self):
         return self.lists.operands()
 

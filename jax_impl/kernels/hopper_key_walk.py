@@ -15,7 +15,7 @@ APART = 16  # query tiles among which thread blocks that run side by side begin 
 
 @dataclasses.dataclass(frozen=True)
 class KeyWalk:
-    """The (query head, query tile) pairs that a block visits, head by head; all heads visit the same tiles.
+    """The (query head, query tile) pairs that a block visits, head by head.
 
     Attributes:
       refs: what the policy reads of the mask.
@@ -38,10 +38,11 @@ class KeyWalk:
 
         step counts over all heads. Returns (the number of steps, carry).
         """
-        walk = self.policy.walk(self.refs, self.first, self.tile)
+        walk_of = functools.partial(self.policy.walk, self.refs)
+        shared, apart = walk_of(self.first, self.tile), self.policy.heads_differ and self.heads > 1
 
         def one_head(g, state):
-            base, carry = state
+            walk, (base, carry) = walk_of(self.head(g), self.tile) if apart else shared, state
 
             def step(masked, n, carry):
                 column = lambda: walk.column(n if masked else self._apart(walk, n))  # noqa: E731
@@ -53,7 +54,7 @@ class KeyWalk:
 
         # Of a loop of one turn ptxas keeps less in uniform registers, a tenth more instructions a step: so none is seen
         # to be one.
-        return lax.fori_loop(0, self.heads + opaque_zero(walk.total), one_head, (jnp.int32(0), carry))
+        return lax.fori_loop(0, self.heads + opaque_zero(shared.total), one_head, (jnp.int32(0), carry))
 
     def _apart(self, walk: Walk, n):
         """Full step n of a walk that begins a few tiles later than that of the tile of keys before: what blocks add

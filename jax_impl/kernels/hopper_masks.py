@@ -90,6 +90,7 @@ class Policy:
     row_tokens: int
     column_tokens: int
     changes_scores = False
+    heads_differ = False  # whether query heads that share keys visit different column tiles
     values = 0  # how many vectors `column_values` returns
     share_blocks = 0  # thread blocks of a forward that `share` tells what to do
     orders_blocks = False  # whether `block` (in a key-major pass) or `share` (in the forward) says what blocks do when
