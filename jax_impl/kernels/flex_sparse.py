@@ -2,11 +2,13 @@
 
 Lists take the place of the runs of `flex`; the causal diagonal and the ragged end are a predicate on the rows' limits.
 A mask_mod of one's own narrows the listed blocks further, a score_mod changes logits. Where the tiles do not divide the
-blocks, every block is laid out on tiles of its own, and the predicate is asked of the tokens that stand there.
+blocks, every block is laid out on tiles of its own, and the predicate is asked of the tokens that stand there. Blocks
+that 128 does not divide have a forward of tiles of 64, which gathers two pieces of keys a step (hopper_sparse_forward).
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jax_impl.kernels.hopper_forward import ForwardTiles, round_up
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_lists import Layout, Lists, Pieces, by_key, by_query, listed, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
-from jax_impl.kernels.hopper_sparse import NARROW, WIDE, heads_last
+from jax_impl.kernels.hopper_sparse import NARROW, WIDE, default_schedules, heads_last, over_lists
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.predicate import Predicate, check_seen, given
@@ -38,12 +40,10 @@ class ListPolicy(Policy):
     Attributes:
       lists: the pieces are the column tiles.
       q_heads: query heads, static.
-      tested: whether every tile takes the element test, full ones too, static.
     """
 
     lists: Lists
     q_heads: int = dataclasses.field(metadata={"static": True})
-    tested: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def row_tokens(self) -> int:
@@ -71,8 +71,7 @@ class ListPolicy(Policy):
 
     def walk(self, refs, head, tile):
         r, h = list_refs(refs), self._mask_head(head)
-        total = r.counts[h, tile]
-        full = jnp.int32(0) if self.tested else r.full[h, tile]
+        total, full = r.counts[h, tile], r.full[h, tile]
         partial = total - full
         return Walk(partial, total, lambda n: r.indices[h, tile, jnp.where(n < partial, full + n, n - partial)])
 
@@ -143,7 +142,8 @@ class FlexSparseOperands:
     """The policies of both passes, and where each has its tokens.
 
     Attributes:
-      policies: as the Hopper kernels read them.
+      policies: `Traced` over `ListPolicy`, as the Hopper kernels read them; the forward's of narrow tiles are for
+        `sparse_forward`.
       forward, backward: layouts of queries and of keys; None where tokens stay where they are.
     """
 
@@ -165,6 +165,8 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))
 
     def traced(lists: Lists, cut: Pieces) -> Traced:
+        if used.mask_mod is not None:  # every piece takes the element test
+            lists = dataclasses.replace(lists, full=jnp.zeros_like(lists.full))
         laid = cut.q_layout is not None
         queries, keys = (_Places(mask.block, round_up(mask.block, n) if laid else mask.block)
                          for n in (cut.q_tile, cut.kv_tile))
@@ -175,15 +177,17 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
         if lists.by_key:
             arrays = arrays[::-1]
         padded = (tuple(jax.device_put(_pad(x, tokens), device) for x in of)
-                  for of, tokens in zip(arrays, (lists.rows, lists.piece), strict=True))
-        base = ListPolicy(lists, problem.q_heads, used.mask_mod is not None)
+                  for of, tokens in zip(arrays, (lists.tiles * lists.rows, lists.piece), strict=True))
+        base = ListPolicy(lists, problem.q_heads)
         scored = used.score_mod and _Scored(used.score_mod, queries, keys)
         across = problem.q_len if lists.by_key else problem.kv_len
         length = lists.piece if laid else across  # what is laid out ends in a whole tile
         return Traced(base, *padded, _Within(used.mask_mod, queries, keys), scored, length, lists.rows, lists.piece,
                       lists.by_key)
 
-    cuts = pieces(mask, WIDE, WIDE, False), pieces(mask, columns, WIDE, False)
+    narrow = mask.block % WIDE != 0
+    tile = NARROW if narrow else WIDE
+    cuts = pieces(mask, tile, tile, narrow), pieces(mask, columns, WIDE, False)
     policies = (traced(way(cut, listed(cut, device), device), cut)
                 for way, cut in zip((by_query, by_key), cuts, strict=True))
     return FlexSparseOperands(HopperOperands(*policies, None, tiles), *(_layouts(cut, device) for cut in cuts))
@@ -203,12 +207,14 @@ def _at_places(x: np.ndarray, layout: Layout) -> np.ndarray:
 
 def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
-    if operands.forward is None or not q.size or not k.size:
+    policy = cast(Traced, operands.policies.forward)
+    if policy.row_tokens == WIDE or not q.size or not k.size:
         return hopper_kernel.forward(q, k, v, operands.policies, scale, out_dtype=out_dtype)
-    queries, keys = operands.forward
-    out, lse = hopper_kernel.forward(
-        queries.spread(q), keys.spread(k), keys.spread(v), operands.policies, scale, out_dtype=out_dtype)
-    return queries.gather(out), heads_last(queries.gather(heads_last(lse)))
+    tiles = default_schedules(q.shape[-1], wide=False).forward
+    if policy.values:  # they take the room of a tile
+        tiles = dataclasses.replace(tiles, slots=tiles.slots - 1)
+    lists = cast(ListPolicy, policy.tiles).lists
+    return over_lists(q, k, v, lists, operands.forward, scale, tiles, out_dtype=out_dtype, policy=policy)
 
 
 def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float, *, grad_dtype=None, delta=None):

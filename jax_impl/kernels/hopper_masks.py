@@ -71,6 +71,25 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatheredPlace(Place):
+    """The place of a tile whose columns are pieces of equal length, gathered side by side.
+
+    starts: the first column of each piece; `column0` is that of the first.
+    """
+
+    starts: tuple[jax.Array, ...] = ()
+
+    def index(self, axis: int) -> jax.Array:
+        if axis == 0:
+            return super().index(axis)
+        column = plgpu.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1, layout=TILE)
+        piece, out = self.columns // len(self.starts), column + self.column0
+        for j, start in enumerate(self.starts[1:], 1):
+            out = jnp.where(column < j * piece, out, column + (start - j * piece))
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
 class Walk:
     """The column tiles of one row tile.
 

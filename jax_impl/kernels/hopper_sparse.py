@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_impl.kernels.hopper_forward import LOG2E, round_up
 from jax_impl.kernels.hopper_kernel import whole_rows
 from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, listed, pieces
+from jax_impl.kernels.hopper_masks import Policy
 from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
 from jax_impl.kernels.hopper_sparse_forward import SparseTiles, sparse_forward
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
@@ -88,19 +89,30 @@ def heads_last(x):
 
 def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
-    q_len, layout = q.shape[1], operands.q_layout
     if not q.size or not k.size:
-        lse = jnp.full((q.shape[0], q.shape[2], q_len), -jnp.inf, jnp.float32)
+        lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
+    layouts = operands.q_layout and (operands.q_layout, operands.kv_layout)
+    if layouts:
+        k, v = _apart(k, v, q.shape[2], operands.forward)
+    return over_lists(q, k, v, operands.forward, layouts, scale, operands.schedules.forward, out_dtype=out_dtype)
+
+
+def over_lists(q, k, v, lists: Lists, layouts: tuple[Layout, Layout] | None, scale: float, tiles: SparseTiles, *,
+               out_dtype, policy: Policy | None = None):
+    """out and lse of `sparse_forward` for tokens that stand in their order, and for any scale.
+
+    layouts: of queries and of keys, where the lists are of tokens laid out anew.
+    """
+    q_len = q.shape[1]
     if scale <= 0:  # the kernel takes a row's maximum before it scales
         q, scale = (-q, -scale) if scale else (jnp.zeros_like(q), 1.0)
-    if layout is not None:
-        k, v = (operands.kv_layout.spread(x) for x in _apart(k, v, q.shape[2], operands.forward))
-        q = layout.spread(q)
+    if layouts:
+        q, k, v = layouts[0].spread(q), layouts[1].spread(k), layouts[1].spread(v)
     q, k, v = whole_rows(q, k, v)
-    out, lse = sparse_forward(q, k, v, operands.forward, scale, operands.schedules.forward, out_dtype=out_dtype)
-    if layout is not None:
-        return layout.gather(out), heads_last(layout.gather(heads_last(lse)))
+    out, lse = sparse_forward(q, k, v, lists, scale, tiles, out_dtype=out_dtype, policy=policy)
+    if layouts:
+        return layouts[0].gather(out), heads_last(layouts[0].gather(heads_last(lse)))
     return out[:, :q_len], lse[:, :, :q_len]
 
 

@@ -3,11 +3,13 @@
 Each of two consumer warpgroups owns 64 rows. What they share decides how often a key tile is loaded: two halves of a
 128 block of queries ("rows") or two query heads under one list ("heads") share every key tile; else ("none") each
 follows its own list with a ring of its own. A step takes one tile of 128 keys: one piece of 128 or two of 64, so that
-blocks of 64 keep the tensor cores as busy as long ones. Keys and values alternate in one ring.
+blocks of 64 keep the tensor cores as busy as long ones. Keys and values alternate in one ring. Under a policy
+(flex_sparse) the lists say which pieces are visited, the policy what is seen in them and what logits become.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, heads_side_by_side, shared_tile
-from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_masks import ROW, TILE
+from jax_impl.kernels.hopper_lists import NEVER, Lists
+from jax_impl.kernels.hopper_masks import ROW, TILE, GatheredPlace, Head, Policy
 
 CONSUMERS = 2
 ROWS = 64  # of a consumer
@@ -47,7 +49,8 @@ def shared_by(lists: Lists, q_heads: int, kv_heads: int) -> str:
     return "heads" if lists.heads < q_heads and q_heads // kv_heads % CONSUMERS == 0 else "none"
 
 
-def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, out_dtype=None):
+def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, out_dtype=None,
+                   policy: Policy | None = None):
     """Attention of q over the listed pieces of k and v.
 
     Args:
@@ -56,6 +59,7 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
       lists: rows are queries, in tiles of 64 or 128; an even number of tiles where they are of 64.
       scale: > 0.
       out_dtype: of out; q's by default.
+      policy: the element test, and logits changed; its operands begin with those of the lists.
 
     Returns: out [batch, tiles * rows, q_heads, head_dim], lse float32 [batch, q_heads, tiles * rows], natural log.
     """
@@ -66,8 +70,10 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
     rings = CONSUMERS if sharing == "none" else 1
     side, sections = (side // CONSUMERS if sharing == "heads" else side), q_heads // side
     kernel = _Forward(tiles, lists.rows, lists.piece, sharing, rings, scale, q_heads, kv_heads, dim, side,
-                      lists.heads, q.dtype, out_dtype)
+                      lists.heads, q.dtype, out_dtype, policy)
     slots, bar = tiles.slots // rings * rings, plgpu.Barrier
+    values = policy.values if policy else 0
+    of_values = {"values_s": [plgpu.SMEM((slots, kernel.columns), jnp.int32) for _ in range(values)]} if values else {}
     out, lse = plgpu.kernel(
         kernel.body,
         out_type=[
@@ -79,8 +85,9 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
             "kv_s": shared_tile((slots, tiles.pieces * lists.piece, dim), q.dtype),
             "lse_s": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             "q_ready": bar(num_barriers=CONSUMERS),
-            "ready": bar(num_arrivals=tiles.pieces, num_barriers=slots),
+            "ready": bar(num_arrivals=tiles.pieces * (1 + values), num_barriers=slots),
             "free": bar(num_arrivals=CONSUMERS // rings, num_barriers=slots),
+            **of_values,
         },
         grid=(batch, sections, lists.tiles // rings, side),
         grid_names=("batch", "section", "place", "side"),
@@ -88,7 +95,7 @@ def sparse_forward(q, k, v, lists: Lists, scale: float, tiles: SparseTiles, *, o
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_forward",
-    )(q, k, v, *lists.operands())
+    )(q, k, v, *(policy or lists).operands())
     return out, lse
 
 
@@ -214,6 +221,17 @@ class _Forward:
     mask_heads: int
     dtype: jnp.dtype
     out_dtype: jnp.dtype
+    policy: Policy | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a policy changes logits."""
+        return self.policy is not None and self.policy.changes_scores
+
+    @property
+    def unit(self) -> float:
+        """What the logits that the softmax sees are to be multiplied by."""
+        return 1.0 if self.changes_scores else self.scale
 
     @property
     def slots(self) -> int:
@@ -227,8 +245,9 @@ class _Forward:
 
     def body(self, q_g, k_g, v_g, *refs, **scratch):
         """One thread block: two warpgroups, of one query head or of two."""
-        *lists, out_g, lse_g = refs
-        s, refs = _Scratch(q_g, k_g, v_g, out_g, lse_g, **scratch), ListRefs(*lists)
+        *mask_refs, out_g, lse_g = refs
+        s, refs = _Scratch(q_g, k_g, v_g, out_g, lse_g, **scratch), list_refs(mask_refs)
+        values = self.policy.column_values(mask_refs) if self.policy else ()
         batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
         q_head = lax.axis_index("section") * self.side + lax.axis_index("side")
         q_head = q_head * CONSUMERS if self.sharing == "heads" else q_head
@@ -237,14 +256,17 @@ class _Forward:
         place = lax.axis_index("place") * self.rings
         walks = [walk_of(refs, mask_head, row_tile(refs, mask_head, place + r), self.tiles.pieces)
                  for r in range(self.rings)]
-        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walks, batch, kv_head))
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, walks, batch, kv_head, values))
 
         def consume(walk, ring):
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
             head = q_head + (warpgroup if self.sharing == "heads" else 0)
             row0 = walk.tile * self.rows + (warpgroup * ROWS if self.sharing == "rows" else 0)
-            high = plgpu.load(refs.bound.at[mask_head, pl.ds(row0, ROWS)], layout=ROW, optimized=False)
-            _Consumer(self, s, walk, ring, batch, head, warpgroup, row0, high).run()
+            if self.policy is None:
+                state = plgpu.load(refs.bound.at[mask_head, pl.ds(row0, ROWS)], layout=ROW, optimized=False)
+            else:
+                state = self.policy.load_rows(mask_refs, Head(batch, head, kv_head), row0, ROWS)
+            _Consumer(self, s, walk, ring, Head(batch, head, kv_head), warpgroup, row0, state).run()
 
         if self.rings == 1:
             pl.when(warpgroup < CONSUMERS)(lambda: consume(walks[0], 0))
@@ -270,6 +292,7 @@ class _Scratch:
     q_ready: jax.Ref
     ready: jax.Ref
     free: jax.Ref
+    values_s: list[jax.Ref] = dataclasses.field(default_factory=list)
 
 
 def _key_turn(n):
@@ -282,7 +305,7 @@ def _value_turn(n, steps):
     return 2 * n + jnp.where(n + 1 < steps, 2, 1)
 
 
-def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head):
+def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head, values):
     """Fills the rings: keys one step ahead of values, since the values of a step are wanted one step later."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
     slots, piece = jnp.int32(kernel.slots), kernel.piece
@@ -294,6 +317,9 @@ def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head):
         for j, index in enumerate(pieces):
             part = s.kv_s.at[slot, pl.ds(j * piece, piece)] if len(pieces) > 1 else s.kv_s.at[slot]
             plgpu.copy_gmem_to_smem(gmem.at[batch, pl.ds(index * piece, piece), kv_head], part, s.ready.at[slot])
+            for of_column, smem in zip(values, s.values_s, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    of_column.at[pl.ds(index * piece, piece)], smem.at[slot, pl.ds(j * piece, piece)], s.ready.at[slot])
 
     def step(n, previous):
         following = []
@@ -313,40 +339,42 @@ def _produce(kernel: _Forward, s: _Scratch, walks: list[Walk], batch, kv_head):
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup: online softmax over the steps of its rows."""
+    """One consumer warpgroup: online softmax over the steps of its rows.
+
+    state: what the element test needs of the rows: how many leading keys each sees, or what the policy loaded.
+    """
 
     kernel: _Forward
     s: _Scratch
     walk: Walk
     ring: jax.Array | int
-    batch: jax.Array
-    head: jax.Array
+    head: Head
     warpgroup: jax.Array
     row0: jax.Array
-    high: jax.Array
+    state: Any
     q: jax.Array | None = None
 
     def run(self):
         """Loads q into registers, which halves what a product of logits reads, runs the steps, writes out and lse."""
         s, kernel = self.s, self.kernel
         rows, mine = pl.ds(self.row0, ROWS), self.warpgroup
-        plgpu.copy_gmem_to_smem(s.q_g.at[self.batch, rows, self.head], s.q_s.at[mine], s.q_ready.at[mine])
+        plgpu.copy_gmem_to_smem(s.q_g.at[self.head.batch, rows, self.head.q], s.q_s.at[mine], s.q_ready.at[mine])
         plgpu.barrier_wait(s.q_ready.at[mine])
         steps = dataclasses.replace(self, q=plgpu.load(s.q_s.at[mine], layout=TILE))._all_steps
         acc, top, weight = pl.run_scoped(steps, plgpu.ACC((ROWS, kernel.dim), jnp.float32))
         some = weight > 0
         inverse = jnp.where(some, 1.0 / jnp.where(some, weight, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-        lse = top * kernel.scale + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
+        lse = top * kernel.unit + jnp.log2(jnp.where(some, weight, 1.0)) / LOG2E
         s.lse_s[mine] = jnp.where(some, lse, -jnp.inf)
         if kernel.out_dtype.itemsize == 2:
             s.q_s[mine] = out.astype(kernel.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s.lse_s.at[mine], s.lse_g.at[self.batch, self.head, rows])
+        plgpu.copy_smem_to_gmem(s.lse_s.at[mine], s.lse_g.at[self.head.batch, self.head.q, rows])
         if kernel.out_dtype.itemsize == 2:
-            plgpu.copy_smem_to_gmem(s.q_s.at[mine], s.out_g.at[self.batch, rows, self.head])
+            plgpu.copy_smem_to_gmem(s.q_s.at[mine], s.out_g.at[self.head.batch, rows, self.head.q])
         else:
-            s.out_g[self.batch, rows, self.head] = out
+            s.out_g[self.head.batch, rows, self.head.q] = out
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _all_steps(self, acc_ref):
@@ -391,8 +419,7 @@ class _Consumer:
             return s_ref[...]
 
         logits = pl.run_scoped(issue, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
-        plgpu.barrier_arrive(self.s.free.at[slot])
-        top, weight, p, _ = self._softmax(logits, 0, *carry[:2], masked=True)
+        top, weight, p, _ = self._softmax(self._logits_seen(logits, 0, slot, True), *carry[:2], masked=True)
         return top, weight, p.astype(self.kernel.dtype)
 
     def _step(self, acc_ref, n, carry, *, masked: bool):
@@ -407,8 +434,7 @@ class _Consumer:
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
         logits = pl.run_scoped(issue, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
-        plgpu.barrier_arrive(s.free.at[slot])
-        top, weight, p, alpha = self._softmax(logits, n, top, weight, masked=masked)
+        top, weight, p, alpha = self._softmax(self._logits_seen(logits, n, slot, masked), top, weight, masked=masked)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.free.at[value_slot])
         acc_ref[...] = acc_ref[...] * lax.broadcast_in_dim(alpha, acc_ref.shape, [0])
@@ -420,20 +446,40 @@ class _Consumer:
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         for j in range(self.walk.pieces):
             start, tokens = self.walk.span(n, j)
-            last = jnp.minimum(self.high - start, tokens) + j * self.kernel.piece
+            last = jnp.minimum(self.state - start, tokens) + j * self.kernel.piece
             inside = column < lax.broadcast_in_dim(last, shape, [0])
             inside = inside if j == 0 else inside & (column >= j * self.kernel.piece)
             out = inside if out is None else out | inside
         return out
 
-    def _softmax(self, logits, n, top, weight, *, masked: bool):
-        """(new top in logit units, new weight, p float32, factor of the old accumulator)."""
-        base = self.kernel.scale * LOG2E
+    def _place(self, n, slot) -> GatheredPlace:
+        """Where step n stands; a piece past the list's end stands behind all keys."""
+        walk, columns = self.walk, self.kernel.columns
+        starts = tuple(jnp.where(n * walk.pieces + j < walk.total, walk.index(n, j) * self.kernel.piece, NEVER)
+                       for j in range(walk.pieces))
+        return GatheredPlace(self.row0, starts[0], ROWS, columns, tuple(x.at[slot] for x in self.s.values_s), starts)
+
+    def _logits_seen(self, logits, n, slot, masked: bool):
+        """The logits of step n under the mask, -inf where nothing is seen; frees the keys' slot."""
+        policy, free = self.kernel.policy, functools.partial(plgpu.barrier_arrive, self.s.free.at[slot])
+        if policy is None:
+            free()
+            return jnp.where(self._seen(n), logits, -jnp.inf) if masked else logits
+        place = self._place(n, slot) if masked or policy.changes_scores else None
+        if policy.changes_scores:
+            logits = policy.scores(logits * self.kernel.scale, self.head, place)
         if masked:
-            logits = jnp.where(self._seen(n), logits, -jnp.inf)
+            logits = jnp.where(policy.seen(self.state, self.head, place), logits, -jnp.inf)
+        free()
+        return logits
+
+    def _softmax(self, logits, top, weight, *, masked: bool):
+        """(new top in logit units, new weight, p float32, factor of the old accumulator)."""
+        base = self.kernel.unit * LOG2E
         new_top = jnp.maximum(top, logits.max(axis=1))
         # A row that has seen nothing yet keeps -inf; zero stands in for it, so that its exponents are -inf, not NaN.
-        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        hidden = masked or self.kernel.changes_scores
+        reference = jnp.where(new_top == -jnp.inf, 0.0, new_top) if hidden else new_top
         # The difference first: a fused top * base - reference * base is not 0 where top stays as it was, and a weight
         # that is 1 + 1e-7 at every step had lse off by 2e-5 after 512 of them.
         alpha = jnp.exp2((top - reference) * base)

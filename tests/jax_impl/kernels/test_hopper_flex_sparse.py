@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
 from jax_impl import kernels
 from jax_impl.kernels.flex_sparse import prepare
@@ -54,14 +55,15 @@ def test_lists_alone(block, heads, head_dim):
 def test_a_predicate_and_logits_of_ones_own(block):
     """Every result against dense jnp under the blocks, the predicate and the changed logits together.
 
-    Blocks of 48 stand on tiles of their own; predicate and logits are of tokens all the same.
+    Blocks of 48 stand on tiles of their own; predicate and logits are of tokens all the same. No races are found.
     """
     problem = AttentionProblem(uniform_block(140, 200, 1, block, 0.6, causal=True, seed=2), 1, 2, 1, 64)
     odd = np.arange(200, dtype=np.int32) % 2
     q, k, v, dout = (jnp.asarray(x, "bfloat16") for x in inputs(problem))
-    with interpreted():
+    with interpreted(detect_races=True):
         operands = prepare(problem, predicate=Predicate(even, tilted, (), (odd,)))
         got = run(KERNEL, problem.scale, operands, q, k, v, dout)
+        assert not callbacks.get_races().races_found
     seen = jnp.asarray(problem.mask.dense() & (odd == 0))
     i, j = jnp.arange(140)[:, None], jnp.arange(200)[None, :]
 
@@ -89,11 +91,12 @@ def test_a_shard_of_no_keys_or_no_queries(block, rows, keys):
     assert [x.shape[1] for x in got.values()] == [rows, rows, keys, keys]
 
 
-@pytest.mark.parametrize("head_dim, block", [(64, 256), (128, 256), (128, 192)])
-def test_lowers_to_an_h200(head_dim, block):
+@pytest.mark.parametrize("predicate", [None, Predicate(even, tilted, (), (np.zeros(1100, np.int32),))], ids=["", "own"])
+@pytest.mark.parametrize("head_dim, block", [(64, 256), (128, 256), (64, 192), (128, 192)])
+def test_lowers_to_an_h200(head_dim, block, predicate):
     problem = AttentionProblem(uniform_block(1000, 1100, 2, block, 0.5, causal=True), 2, 4, 2, head_dim)
     shape = lambda s, d=jnp.bfloat16: jax.ShapeDtypeStruct(s, d)  # noqa: E731
-    operands = jax.tree.map(lambda x: shape(x.shape, x.dtype), prepare(problem))
+    operands = jax.tree.map(lambda x: shape(x.shape, x.dtype), prepare(problem, predicate=predicate))
     args = (operands, shape(problem.q_shape), shape(problem.kv_shape), shape(problem.kv_shape), shape(problem.q_shape))
     passes = functools.partial(run, KERNEL, problem.scale)
     text = jax.jit(passes).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
