@@ -32,7 +32,7 @@ from jax_impl.kernels.hopper_forward import (
 from jax_impl.kernels.hopper_inline import opaque_zero, store
 from jax_impl.kernels.hopper_key_walk import KeyWalk
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
-from jax_impl.kernels.hopper_statistics import TERMS, ones, statistics
+from jax_impl.kernels.hopper_statistics import TERMS, base2, begin, ones, statistics
 
 CONSUMERS = 2  # each holds dk and dv of 64 keys: 128 accumulator registers a thread at head_dim 128
 
@@ -65,17 +65,19 @@ class BackwardTiles:
 
 def key_major(
     q, k, v, dout, lse, delta, policy: Policy, scale: float, tiles: BackwardTiles, *, grad_dtype, with_dq: bool,
-    total=None,
+    total=None, out=None,
 ):
     """dk, dv and, if asked for, dq in float32, yet to be scaled.
 
     Args:
       q, dout: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim]; one 16-bit dtype.
-      lse, delta: float32 [batch, q_heads, q_len padded to whole tiles]; lse in base 2, +inf where empty or padded.
+      lse, delta: float32 [batch, q_heads, q_len padded to whole tiles]; lse is -inf where empty or padded; delta may be
+        None where with_dq: it is made of `out` then, by a kernel that clears dq too.
       policy: rows are keys in tiles of `tiles.row_tokens`, columns are queries in tiles of `tiles.columns`.
       scale: > 0.
       grad_dtype: of dk and dv.
-      total: dq of other keys, as this function returns it, that this one is added to.
+      total: dq of other keys, as this function returns it, that this one is added to; None where delta is.
+      out: [batch, q_len, q_heads, head_dim], or None where delta is given.
 
     Returns: (dq as `by_token` takes it, float32 [batch, q_heads * tiles of 64 queries, *register_shape(head_dim)], or
     None), dk, dv.
@@ -91,7 +93,12 @@ def key_major(
                        padded // tiles.row_tokens, q.dtype, grad_dtype, with_dq)
     grad = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), grad_dtype)
     stages, dtype, bar = tiles.stages, q.dtype, plgpu.Barrier
-    sums_of_terms = statistics(None if policy.changes_scores else lse * (-1.0 / (scale * LOG2E)), -delta)
+    if delta is None:
+        terms, total = begin(out, dout, lse, None if policy.changes_scores else scale, columns)
+    else:
+        terms = statistics(None if policy.changes_scores else base2(lse) * (-1.0 / (scale * LOG2E)), -delta)
+    if policy.changes_scores:
+        lse = base2(lse)
     scratch = {
         "k_s": shared_tile((tiles.row_tokens, dim), dtype),
         "v_s": shared_tile((tiles.row_tokens, dim), dtype),
@@ -132,7 +139,7 @@ def key_major(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_key_major",
-    )(q, k, v, dout, lse, sums_of_terms, *buffers, *policy.operands())
+    )(q, k, v, dout, lse, terms, *buffers, *policy.operands())
     dq, *sums = (x[...] for x in buffers) if with_dq else (None,)
     if sums:
         grads = [by_token(x, kv_heads, factor, grad_dtype) for x, factor in zip(sums, (scale, 1.0), strict=True)]

@@ -12,10 +12,11 @@ from jax_impl.kernels.base import Running
 from jax_impl.kernels.hopper_add import by_token
 from jax_impl.kernels.hopper_backward import BackwardTiles, key_major
 from jax_impl.kernels.hopper_dq import QueryTiles, query_major
-from jax_impl.kernels.hopper_forward import LOG2E, ForwardTiles, heads_side_by_side, round_up
+from jax_impl.kernels.hopper_forward import ForwardTiles, heads_side_by_side, round_up
 from jax_impl.kernels.hopper_forward import forward as forward_pass
 from jax_impl.kernels.hopper_masks import Policy
 from jax_impl.kernels.hopper_order import BUSY, waves_of
+from jax_impl.kernels.hopper_statistics import base2
 from workload.capability import HALF, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask
@@ -176,34 +177,37 @@ def backward(q, k, v, out, lse, dout, operands: HopperOperands, scale: float, *,
     grad_dtype = jnp.dtype(grad_dtype or q.dtype)
     if not q.size or not k.size:
         return tuple(jnp.zeros(x.shape, grad_dtype) for x in (q, k, v))
+    if operands.query_major is None:
+        dq, dk, dv = _backward(None, q, k, v, out, lse, dout, operands, scale, delta, grad_dtype)
+        return _gradient(dq, q, scale, grad_dtype), dk, dv
     if delta is None:
         delta = jnp.einsum(
             "bshd,bshd->bhs", out, dout, preferred_element_type=jnp.float32, precision="highest")
-    if operands.query_major is None:
-        dq, dk, dv = _backward(None, q, k, v, lse, dout, operands, scale, delta, grad_dtype)
-        return _gradient(dq, q, scale, grad_dtype), dk, dv
-    shared, positive, sign = _both_sides(q, k, v, lse, dout, scale, delta)
-    _, dk, dv = key_major(*shared, operands.key_major, positive, operands.tiles.key_major, grad_dtype=grad_dtype,
-                          with_dq=False)
-    dq = query_major(*shared, operands.query_major, positive, operands.tiles.query_major, grad_dtype=grad_dtype)
+    (*sides, lse), delta, positive, sign = _both_sides(q, k, v, dout, lse, delta, scale)
+    _, dk, dv = key_major(*sides, lse, delta, operands.key_major, positive, operands.tiles.key_major,
+                          grad_dtype=grad_dtype, with_dq=False)
+    dq = query_major(*sides, base2(lse), delta, operands.query_major, positive, operands.tiles.query_major,
+                     grad_dtype=grad_dtype)
     dq = dq if sign == 1.0 else dq * jnp.asarray(sign, grad_dtype)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
-def _both_sides(q, k, v, lse, dout, scale, delta):
-    """(what the passes read, a scale > 0, the sign of the one given)."""
+def _both_sides(q, k, v, dout, lse, delta, scale: float):
+    """What the passes read: (q, k, v, dout, lse), delta, if any; a scale > 0, the sign of the one given."""
     padding = ((0, 0), (0, 0), (0, round_up(q.shape[1], 128) - q.shape[1]))
-    base2 = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), padding, constant_values=jnp.inf)
-    delta = jnp.pad(delta.astype(jnp.float32), padding)
+    lse = jnp.pad(lse, padding, constant_values=-jnp.inf)
+    if delta is not None:
+        delta = jnp.pad(delta.astype(jnp.float32), padding)
     positive, scale, sign = _positive_scale(q, scale)
-    return (*whole_rows(positive, k, v, dout.astype(q.dtype)), base2, delta), scale, sign
+    return (*whole_rows(positive, k, v, dout.astype(q.dtype)), lse), delta, scale, sign
 
 
-def _backward(total, q, k, v, lse, dout, operands, scale, delta, grad_dtype=jnp.float32):
-    """dq that `_gradient` is yet to finish, added to that of other keys, if any; dk, dv."""
-    shared, scale, _ = _both_sides(q, k, v, lse, dout, scale, delta)
-    dq, dk, dv = key_major(*shared, operands.key_major, scale, operands.tiles.key_major,
-                           grad_dtype=jnp.dtype(grad_dtype), with_dq=True, total=total)
+def _backward(total, q, k, v, out, lse, dout, operands, scale, delta, grad_dtype=jnp.float32):
+    """dq that `_gradient` is yet to finish, added to that of other keys, if any; dk, dv. out: where delta is None."""
+    shared, delta, scale, _ = _both_sides(q, k, v, dout, lse, delta, scale)
+    (out,) = whole_rows(out) if delta is None else (None,)
+    dq, dk, dv = key_major(*shared, delta, operands.key_major, scale, operands.tiles.key_major,
+                           grad_dtype=jnp.dtype(grad_dtype), with_dq=True, total=total, out=out)
     return dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
@@ -224,11 +228,10 @@ def _result(part, q):
 
 
 def _add_backward(total, q, k, v, out, lse, dout, operands, scale, *, delta):
-    del out
     if operands.query_major is not None:
         raise Unsupported("Hopper kernels", "deterministic: cannot be had of keys that come block by block")
     if q.size and k.size:
-        return _backward(total, q, k, v, lse, dout, operands, scale, delta)
+        return _backward(total, q, k, v, out, lse, dout, operands, scale, delta)
     return total, *(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
 
 

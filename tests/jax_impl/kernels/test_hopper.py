@@ -13,7 +13,7 @@ from jax_impl.kernels import flex, hopper_masks, hopper_order
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles, default_tiles
-from jax_impl.kernels.hopper_statistics import statistics
+from jax_impl.kernels.hopper_statistics import begin, statistics
 from tests import conformance
 from tests.jax_impl import interpret_patch
 from tests.jax_impl.interpret_patch import interpreted
@@ -365,6 +365,49 @@ def test_the_race_detector_finds_none(head_dim, stages):
     wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
     want = attention_oracle(*wide[:3], problem.mask, problem.scale, wide[3])
     close((out, lse, *grads), (want.out, want.lse, want.dq, want.dk, want.dv))
+
+
+def test_walks_of_no_step_and_of_one_beside_longer_ones():
+    """What a step does for the next one, where there is none: of heads that are apart."""
+    late = np.where(np.arange(200) >= 195, 400, 0)
+    mask = masks.from_intervals([np.zeros(200, int), late * 380 // 400], [np.full(200, 100), late], 400)
+    steps = masks.from_intervals(mask.starts, mask.ends, 400).transpose().tile_runs(128, 64).classes()
+    assert (steps > 0).sum(axis=1).tolist() == [4, 0, 1, 1]
+    problem = AttentionProblem(mask, 1, 2, 2, 128, DTYPE)
+    q, k, v, dout = arrays(problem)
+    wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
+    want = attention_oracle(*wide[:3], mask, problem.scale, wide[3])
+    kernel, out, lse = kernels.get("flashmask"), jnp.asarray(want.out, DTYPE), jnp.asarray(want.lse, jnp.float32)
+    with interpreted(detect_races=True):
+        grads = kernel.backward(q, k, v, out, lse, dout, kernel.prepare(problem), problem.scale)
+        grads = jax.block_until_ready(grads)
+        assert not callbacks.get_races().races_found
+    for got, expected in zip(grads, (want.dq, want.dk, want.dv), strict=True):
+        assert conformance.relative_error(np.asarray(got, np.float64), expected) < BUDGET
+    assert not np.asarray(grads[1][:, 128:256]).any() and not np.asarray(grads[2][:, 128:256]).any()
+
+
+@pytest.mark.parametrize("head_dim,out_dtype", [(64, DTYPE), (128, "float32")])
+def test_a_backward_begins_with_terms_of_lse_and_delta_and_with_zeros(head_dim, out_dtype):
+    rng, (batch, tokens, heads), columns, scale = np.random.default_rng(0), (2, 72, 3), 8192 // head_dim, 0.3
+    out, dout = (jnp.asarray(rng.normal(size=(batch, tokens, heads, head_dim)), x) for x in (out_dtype, DTYPE))
+    lse = np.pad(rng.normal(size=(batch, heads, tokens)), ((0, 0), (0, 0), (0, 56)), constant_values=-np.inf)
+    lse[0, 1, 5] = -np.inf
+    lse = jnp.asarray(lse, jnp.float32)
+    with interpreted():
+        terms, zeros = begin(out, dout, lse, scale, columns)
+        without, _ = begin(out, dout, lse, None, columns)
+    assert terms.shape == (batch, heads, 128, 16) and zeros.shape == (batch, heads * 2, head_dim // 2, 128)
+    assert not np.asarray(zeros).any()
+    lse, terms = np.asarray(lse, np.float64), np.asarray(terms, np.float64)
+    of_lse, of_delta = terms[..., :3].sum(axis=-1), terms[..., 3:6].sum(axis=-1)
+    assert (of_lse[lse == -np.inf] < -1e29).all() and not terms[..., 6:].any()
+    np.testing.assert_allclose(of_lse[lse > -np.inf], -lse[lse > -np.inf] / scale, rtol=1e-6)
+    delta = np.einsum("bshd,bshd->bhs", np.asarray(out, np.float64), np.asarray(dout, np.float64))
+    np.testing.assert_allclose(of_delta[..., :tokens], -delta, rtol=1e-5, atol=1e-5)
+    assert not of_delta[..., tokens:].any()
+    assert not np.asarray(without[..., :3], np.float64).any()
+    np.testing.assert_array_equal(np.asarray(without[..., 3:], np.float64), terms[..., 3:])
 
 
 @pytest.mark.parametrize("lengths", [(150, 170), pytest.param((260, 300), marks=pytest.mark.slow)])
