@@ -26,6 +26,7 @@ class ProblemSpec:
       batch, q_heads, kv_heads, head_dim, dtype: as in `AttentionProblem`.
       seed: of the documents and the drawn parameters (one pack a seed) and of the inputs.
       settings: (name, value) pairs of `SuiteSettings` that differ from its defaults, sorted.
+      mask_heads: masks of a dynamic pattern, 1, kv_heads or q_heads; kv_heads when 0.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -40,18 +41,21 @@ class ProblemSpec:
     dtype: str = "bfloat16"
     seed: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
+    mask_heads: int = 0
 
     def __post_init__(self):
         if self.mask not in ALL_BUILDERS:
             raise ValueError(f"mask: {self.mask!r} is none of {', '.join(ALL_BUILDERS)}")
         for name in ("seq_len", "q_len"):
             length(name, getattr(self, name))
+        if self.mask_heads not in ((0,) if self.mask in STATIC_MASKS else (0, 1, self.kv_heads, self.q_heads)):
+            raise ValueError(f"mask_heads: {self.mask_heads} of {self.mask} with {self.q_heads}:{self.kv_heads} heads")
         object.__setattr__(self, "settings", _frozen(self.settings))
         SuiteSettings(**dict(self.settings))
 
     def problem(self) -> AttentionProblem:
-        """The problem; a dynamic mask has one list per kv head."""
-        heads = 1 if self.mask in STATIC_MASKS else self.kv_heads
+        """The problem."""
+        heads = 1 if self.mask in STATIC_MASKS else self.mask_heads or self.kv_heads
         mask = mask_suite(
             self.mask, self.seq_len, seed=self.seed, q_len=self.q_len or None, heads=heads, **dict(self.settings)
         )
@@ -77,7 +81,8 @@ class ProblemSpec:
     def label(self) -> str:
         """All fields in one word."""
         q = f"x{self.q_len}" if self.q_len else ""
-        size = f"{self.seq_len}{q}/b{self.batch}h{self.q_heads}:{self.kv_heads}d{self.head_dim}"
+        masks = f"m{self.mask_heads}" if self.mask_heads else ""
+        size = f"{self.seq_len}{q}/b{self.batch}h{self.q_heads}:{self.kv_heads}{masks}d{self.head_dim}"
         extra = ",".join(f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in self.settings)
         return f"{self.mask}/{size}/{self.dtype}/seed{self.seed}" + (f"/{extra}" if extra else "")
 

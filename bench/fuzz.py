@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bench import engine, options, program
 from bench.cases import STACKS, Case, ProblemSpec, differing
+from workload.capability import DYNAMIC_MASKS
 from workload.problem import PASSES
 from workload.suite import ALL_BUILDERS
 
@@ -41,7 +42,9 @@ def draw(seed: int, number: int, longest: int) -> ProblemSpec:
         density=float(rng.choice([0.1, 0.5, 1.0])),
         sparse_causal=bool(rng.random() < 0.5))
     mask = str(rng.choice(ALL_BUILDERS))
-    return ProblemSpec(mask, seq_len, q_len, batch, kv_heads * group, kv_heads, head_dim, dtype, number, settings)
+    heads = kv_heads * group, kv_heads
+    mask_heads = int(rng.choice([1, *heads])) if mask in DYNAMIC_MASKS else 0
+    return ProblemSpec(mask, seq_len, q_len, batch, *heads, head_dim, dtype, number, settings, mask_heads)
 
 
 def rows_of(spec: ProblemSpec, kernels: tuple[str, ...]) -> list[Case]:

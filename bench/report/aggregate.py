@@ -100,6 +100,7 @@ def shape_of(case: Row) -> str:
     parts = [f"{case['q_heads']}:{case['kv_heads']} heads of {case['head_dim']}"]
     if case["mask"] in DYNAMIC_MASKS:
         parts += [f"blocks of {blocks}", *([] if density is None else [f"density {density:g}"])]
+    parts += [f"masks for {case['mask_heads']} heads"] if case.get("mask_heads") else []
     parts += [f"batch {case['batch']}"] if case.get("batch", 1) > 1 else []
     parts += [f"{case['q_len']} queries"] if case.get("q_len") else []
     return ", ".join([*parts, *(f"{k}={v}" for k, v in settings.items())])

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 from bench import fuzz, records
+from bench.cases import ProblemSpec
 from workload.problem import AttentionProblem
 
 
@@ -13,7 +16,16 @@ def test_problems_are_drawn_from_their_number_alone():
     assert len({spec.mask for spec in drawn}) > 9 and len({spec.dtype for spec in drawn}) == 3
     assert any(spec.q_len > spec.seq_len for spec in drawn) and any(spec.kv_heads < spec.q_heads for spec in drawn)
     assert all(a.seq_len == b.seq_len and a.dtype == b.dtype for a, b in zip(drawn[::6], drawn[5::6], strict=True))
+    assert {"per query head", "per key head", "one"} == {
+        "one" if spec.mask_heads == 1 else "per key head" if spec.mask_heads == spec.kv_heads else "per query head"
+        for spec in drawn if spec.mask_heads}
     assert all(isinstance(spec.problem(), AttentionProblem) for spec in drawn)
+
+
+@pytest.mark.parametrize("mask, heads", [("causal", 1), ("uniform_block", 3)])
+def test_masks_that_heads_cannot_share_are_refused_by_name(mask, heads):
+    with pytest.raises(ValueError, match=f"^mask_heads: {heads} of {mask} with 6:2 heads"):
+        ProblemSpec(mask, 64, q_heads=6, kv_heads=2, mask_heads=heads)
 
 
 def test_some_problems_are_right_in_both_stacks(tmp_path):
