@@ -33,7 +33,8 @@ class ForwardTiles:
       columns: keys of a tile.
       stages: depth of the key and value rings.
       registers: of a consumer and of the producer thread; (consumers, 1) weighted sum at most 512.
-      l2_bytes: keys and values of the heads that run side by side should fit in this much cache.
+      l2_bytes: keys and values of the heads that run side by side should fit in this much cache (fewer heads do, where
+        a policy orders items and they have work for all processors).
       q_registers: whether consumers hold their queries in registers, which halves what a product of logits reads.
       items: row tiles of a thread block, at least, where there are enough of them for all processors.
       processors: of the GPU.

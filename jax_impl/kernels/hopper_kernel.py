@@ -103,11 +103,13 @@ def build(problem: AttentionProblem, query_rows: Callable, key_rows: Callable, t
     order: of `hopper_masks.intervals`.
     """
     t, items = tiles.forward, problem.batch * problem.q_heads
-    side = heads_side_by_side(problem.q_heads, problem.kv_heads, 4 * problem.kv_len * problem.head_dim, t.l2_bytes)
+    heads = problem.q_heads, problem.kv_heads
+    in_cache = heads_side_by_side(*heads, 4 * problem.kv_len * problem.head_dim, t.l2_bytes)
     parts = 1 if deterministic else math.gcd(tiles.key_major.split, problem.group)
 
     def forward_order(_, weight):
         waves = waves_of(items * len(weight), t)
+        side = min(in_cache, hopper_order.heads_with_work(*heads, len(weight)))
         return hopper_order.shares(problem.batch, problem.q_heads, side, t.processors, waves, weight)
 
     def key_order(by_key, weight):

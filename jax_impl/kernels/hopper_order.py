@@ -9,6 +9,7 @@ from jax import lax
 from workload.masks import IntervalMask
 
 BUSY = 125  # thread blocks that keep the 132 processors of an H100 or H200 busy, but for a few
+ENOUGH = 4  # items a processor, of which their order can make shares that are even
 STARTS = 2  # what an item costs besides its tiles, in the unit of weights: a full tile is 2
 GREEDY = 100_000  # items; of more than these each block has so many that dealing them to and fro is even
 
@@ -44,6 +45,13 @@ def block_order(mask: IntervalMask, row_tokens: int, kv_heads: int, parts: int, 
     order = np.lexsort((head, -weight[tile], part, head // side[group[tile]], rank[group[tile]]))
     order = order[(weight[tile[order]] > 0) | (parts == 1)]
     return np.pad(1 + order, (0, len(number) - len(order))).astype(np.int32)
+
+
+def heads_with_work(q_heads: int, kv_heads: int, tiles: int) -> int:
+    """Query heads, those of as few kv heads as have work for all processors: `ENOUGH` items each; divides q_heads."""
+    group = q_heads // kv_heads
+    heads = (n * group for n in range(1, kv_heads) if kv_heads % n == 0)
+    return next((n for n in heads if n * tiles >= ENOUGH * BUSY), q_heads)
 
 
 def shares(batch: int, q_heads: int, side: int, processors: int, waves: int, weight: np.ndarray) -> np.ndarray:

@@ -228,6 +228,14 @@ def test_what_nobody_sees_is_no_block_where_parts_are_added(parts):
     assert len(order) == len(every) and not order[len(want) :].any(), "the same size for every mask"
 
 
+@pytest.mark.parametrize("q_heads,kv_heads,tokens,want", [
+    (64, 8, 1024, 64), (64, 8, 2048, 32), (64, 8, 8192, 8), (64, 64, 8192, 4), (8, 8, 1024, 8), (1, 1, 200, 1)])
+def test_the_forward_has_few_heads_in_work_that_fill_the_card_and_fit_the_cache(q_heads, kv_heads, tokens, want):
+    problem = AttentionProblem(masks.full(tokens, tokens), 1, q_heads, kv_heads, 128, DTYPE)
+    first = np.asarray(kernels.get("flashmask").prepare(problem).forward.order)[:132, 1]
+    assert set(first % q_heads) == set(range(want))
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("batch,heads,side,tiles,waves", [
     (1, 8, 8, 5, 1), (2, 6, 3, 41, 2), (1, 64, 32, 64, 4), (1, 1, 1, 1, 1)])
