@@ -14,7 +14,7 @@ LARGE = 1 << 19  # query rows times heads of a group
 def spot_errors(stack, problem: AttentionProblem, inputs, results, seed: int = 0) -> dict[str, float]:
     """Relative errors of out, dq at some rows and of dk, dv at some keys, of the first and the last kv head.
 
-    The rows' softmax is computed anew from q and k; a key's gradients use the kernel's lse, which out has vouched for.
+    The query heads of a group share the rows out. Their softmax is computed anew from q and k; a key's gradients use the kernel's lse, which out has vouched for.
     Of a large problem one query head's out and dq are checked alone. dq and dk are differences (see the oracle): where
     they are smaller than what is subtracted, their errors are relative to that.
 
@@ -41,18 +41,20 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
     got: dict[str, list[Any]] = {"out": [], "dq": []}
     want: dict[str, list[Any]] = {"out": [], "dq": []}
     subtracted: list[np.ndarray] = []
-    for h in heads:
+    for n, h in enumerate(heads):
         q, dout, out, dq = (stack.head(x, h) for x in (inputs[0], inputs[3], results[0], results[2]))
         lse = stack.head(results[1], h, axis=1)
         mask_head = h * mask.heads // problem.q_heads
-        seen = np.concatenate([mask.dense_rows(r, r + 1, mask_head) for r in rows])
-        p = _softmax(np.where(seen, scale * (q[rows] @ k.T), -np.inf))
-        delta = (p @ v * dout[rows]).sum(axis=1)
-        got["out"].append(out[rows])
-        got["dq"].append(dq[rows])
-        want["out"].append(p @ v)
-        want["dq"].append(scale * (p * (dout[rows] @ v.T - delta[:, None])) @ k)
-        subtracted.append(scale * delta[:, None] * (p @ k))
+        mine = rows[n :: len(heads)]
+        seen, ks, vs = _seen(mask, mine, mask_head, k, v)
+        p = _softmax(np.where(seen, scale * (q[mine] @ ks.T), -np.inf))
+        value = p @ vs
+        delta = (value * dout[mine]).sum(axis=1)
+        got["out"].append(out[mine])
+        got["dq"].append(dq[mine])
+        want["out"].append(value)
+        want["dq"].append(scale * (p * (dout[mine] @ vs.T - delta[:, None])) @ ks)
+        subtracted.append(scale * delta[:, None] * (p @ ks))
         if not len(keys):
             continue
         by_key = _columns(mask, keys, mask_head)
@@ -61,8 +63,8 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
         dv += p.T @ dout
         dk += scale * (p * (dout @ v[keys].T - delta)).T @ q
         dk_subtracted += scale * (p * delta).T @ q
-    least = {"out": 0.0, "dq": np.linalg.norm(subtracted)}
-    found = {name: relative_error(np.stack(got[name]), np.stack(want[name]), least[name]) for name in got}
+    least = {"out": 0.0, "dq": np.linalg.norm(np.concatenate(subtracted))}
+    found = {name: relative_error(*map(np.concatenate, (got[name], want[name])), least[name]) for name in got}
     if not len(keys):
         return found
     found["dk"] = relative_error(stack.head(results[3], kv_head)[keys], dk, np.linalg.norm(dk_subtracted))
@@ -70,8 +72,16 @@ def _head_errors(stack, problem, inputs, results, kv_head: int, rows, keys) -> d
     return found
 
 
+def _seen(mask, rows: np.ndarray, head: int, k, v):
+    """Which of the keys from the first that one of the rows sees to the last they see, bool [rows, keys], and these."""
+    seen = np.array([mask.dense_rows(r, r + 1, head)[0] for r in rows], bool).reshape(len(rows), mask.kv_len)
+    some = np.flatnonzero(seen.any(axis=0))
+    span = slice(some[0], some[-1] + 1) if len(some) else slice(0)
+    return seen[:, span], k[span], v[span]
+
+
 def _softmax(logits: np.ndarray) -> np.ndarray:
-    top = logits.max(axis=1, keepdims=True)
+    top = logits.max(axis=1, keepdims=True, initial=-np.inf)
     weight = np.exp(logits - np.where(top == -np.inf, 0.0, top))
     total = weight.sum(axis=1, keepdims=True)
     return weight / np.where(total == 0, 1.0, total)
