@@ -14,9 +14,9 @@ LARGE = 1 << 19  # query rows times heads of a group
 def spot_errors(stack, problem: AttentionProblem, inputs, results, seed: int = 0) -> dict[str, float]:
     """Relative errors of out, dq at some rows and of dk, dv at some keys, of the first and the last kv head.
 
-    The query heads of a group share the rows out. Their softmax is computed anew from q and k; a key's gradients use the kernel's lse, which out has vouched for.
-    Of a large problem one query head's out and dq are checked alone. dq and dk are differences (see the oracle): where
-    they are smaller than what is subtracted, their errors are relative to that.
+    A group's query heads share the rows. The rows' softmax is computed anew from q and k; a key's gradients use the
+    kernel's lse, which out has vouched for. Of a large problem one query head's out and dq are checked alone. dq and dk
+    are differences (see the oracle): where they are smaller than what is subtracted, their errors are relative to that.
 
     Args:
       inputs: q, k, v, dout; results: out, lse, dq, dk, dv, arrays of `stack`.
