@@ -262,10 +262,11 @@ def cause(entry: Entry) -> str:
     if entry.seconds is None or entry.floor is None:
         return entry.reason
     parts = [f"{entry.seconds / entry.floor:.3g} x its floor ({entry.bound})"]
-    if entry.waste and entry.waste > 1.05:
+    dense = entry.kernel in ("naive", "sdpa")
+    if not dense and entry.waste and entry.waste > 1.05:
         parts.append(f"tile waste {entry.waste:.2f}")
-    if entry.walk and entry.walk < SHORT_WALK:
+    if not dense and entry.walk and entry.walk < SHORT_WALK:
         parts.append(f"walks of {entry.walk:.1f} tiles")
-    if entry.kernel in ("naive", "sdpa") and entry.density is not None and entry.density < 0.95:
+    if dense and entry.density is not None and entry.density < 0.95:
         parts.append(f"a dense kernel computes all cells, {1 / max(entry.density, 1e-9):.3g} x the visible ones")
     return "; ".join(parts)

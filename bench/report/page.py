@@ -102,7 +102,7 @@ def _summary(rows, found, anchors, answers) -> str:
     counts = {s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)}
     tiles = [(f"{n:,}", TOLD.get(status, f"rows: {status.replace('_', ' ')}"))
              for status, n in sorted(counts.items(), key=lambda x: -x[1])]
-    where = Counter(_device(_environment(row)) for row in rows).most_common(1)
+    where = Counter(map(_device, _environments(rows))).most_common(1)
     tiles = [(device, f"where {n:,} of {len(rows):,} rows ran") for device, n in where] + tiles
     unit, name = aggregate.unit_of(found)
     for row in rows:
@@ -346,12 +346,20 @@ def _masks() -> str:
             f'<div class="masks">{figures}</div>')
 
 
-def _environment(row: dict) -> dict[str, Any]:
-    """A row's, what each of several stacks says of itself among the rest."""
-    found = dict(row["environment"])
-    for own in found.pop("stacks", {}).values():
-        found = own | found
-    return found
+def _environments(rows: Sequence[dict]) -> list[dict[str, Any]]:
+    """Each row's: what its stacks say of themselves among the rest; for one that ran nothing its host's device."""
+    found = []
+    for row in rows:
+        here = dict(row["environment"])
+        for own in here.pop("stacks", {}).values():
+            here = own | here
+        found.append(here)
+    devices = {_host(here): here["device"] for here in found if "device" in here}
+    return [{"device": devices[_host(here)]} | here if _host(here) in devices else here for here in found]
+
+
+def _host(environment: Mapping[str, Any]) -> tuple[Any, Any]:
+    return environment.get("processor"), environment.get("cores")
 
 
 def _device(environment: Mapping[str, Any]) -> str:
@@ -364,9 +372,8 @@ def _machine(rows) -> str:
     """A column a machine: what its rows say of it, several values where they differ."""
     machines: dict[tuple, dict[str, dict[str, None]]] = {}
     counts: dict[tuple, int] = {}
-    for row in rows:
-        environment = _environment(row)
-        key = _device(environment), environment.get("processor"), environment.get("cores")
+    for environment in _environments(rows):
+        key = _device(environment), *_host(environment)
         counts[key] = counts.get(key, 0) + 1
         held = machines.setdefault(key, {})
         for name, value in environment.items():

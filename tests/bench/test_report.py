@@ -184,10 +184,11 @@ def test_a_pack_that_failed_is_told_beside_those_that_did_not():
 
 
 def test_a_floor_may_be_memory():
-    rows = [attention("jax", "naive", "full", 64, 1.0), mixed()[0] | {"bandwidth": 1e8}]
+    rows = [attention("jax", "fa3", "full", 64, 1.0), mixed()[0] | {"bandwidth": 1e8}]
     entry = aggregate.entries(rows)[0]
     assert entry.bound == "memory" and entry.floor == pytest.approx(10**6 / 1e8)
     assert "10 x its floor" not in aggregate.cause(entry) and "tile waste 1.40" in aggregate.cause(entry)
+    assert "tile" not in aggregate.cause(dataclasses.replace(entry, kernel="naive"))  # which knows none
 
 
 def test_a_race_tells_who_was_refused_who_was_wrong_and_who_was_not_in_it():
@@ -238,9 +239,10 @@ def test_a_row_of_both_stacks_ran_on_the_machine_that_each_tells():
     """Once a column of no device held a dict as it prints."""
     row = mixed()[0] | {"environment": {"cores": 4, "stacks": {"jax": {"device": "H200", "jax": "1.2"},
                                                                "torch": {"device": "H200", "torch": "3.4"}}}}
-    text = page.build([row])
+    refused = row | {"key": "x", "status": "unsupported", "environment": {"cores": 4}}
+    text = page.build([row, refused])
     section = text[text.index('<section id="machine">') :]
-    assert ">H200<br>1 row</th>" in section and '<td class="text">3.4</td>' in section and "{" not in section
+    assert ">H200<br>2 rows</th>" in section and '<td class="text">3.4</td>' in section and "{" not in section
 
 
 def test_an_inlined_picture_has_text_and_short_numbers():
