@@ -309,13 +309,17 @@ class Replay:
             found = worker.ask(f"{TASKS}:build", self.settings.deadline, case_list=[c.record() for c, _ in group],
                                count=self.settings.ranks)
         with contextlib.nullcontext() if self._kept(group[0][0]) else worker:
-            for n, member in enumerate(group):
+            for n, (case, schedule) in enumerate(group):
+                each = found
                 if not isinstance(found, Failure):
-                    found = _joined(found, self._times(worker, n, member[0], n + 1 == len(group)))
-                if not isinstance(found, Failure) and "spot_errors" not in found:
-                    found = _joined(found, self._spots(worker, member[0]))
-                self._found[member[0].key] = found
-                yield member
+                    each = _joined(found, self._times(worker, n, case, n + 1 == len(group)))
+                    if not isinstance(each, Failure) and "spot_errors" not in found:
+                        spots = self._spots(worker, case)
+                        each, found = _joined(each, spots), _joined(found, spots)
+                    if isinstance(each, Failure):
+                        found = each  # what follows it in the worker is lost
+                self._found[case.key] = each
+                yield case, schedule
 
     @staticmethod
     def _kept(case: cp.Case) -> bool:

@@ -1,5 +1,6 @@
 """A replay computes the whole problem, and says what its local work costs."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from bench.timing import Protocol
 from parity.compare import relative_error
 from parity.inputs import make_inputs
 from workload.oracle import attention_oracle
+from workload.problem import PASSES
 
 SETTINGS = (("block", 8), ("density", 0.5), ("documents", (3, 40, 0, 20)), ("sparse_block", 9), ("window", 11))
 CASES = [
@@ -162,6 +164,29 @@ def test_what_gives_its_memory_back_has_done_so_when_the_next_one_is_timed(tmp_p
         Watched(settings, workers, writer).run(cases)
     assert [row["status"] for row in records.read(settings.out)] == ["ok"] * 4
     assert len(large) == 2 and not beside
+
+
+def test_a_case_of_a_group_knows_nothing_of_the_one_before_but_the_spot_check(tmp_path):
+    """Rings at 64 ranks under documents, whose one device is not kept, stood beside that of a full mask at 8 ranks."""
+    spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    kept, other = (Case("jax", "ring", dataclasses.replace(spec, seq_len=n), 2) for n in (256, 512))
+    asked = []
+
+    class Asked(contextlib.nullcontext):
+        def ask(self, task, deadline, **arguments):
+            asked.append(task.partition(":")[2])
+            return {"times": {"news": False, "runs": [{}]}, "spots": {"out": 0.5}}.get(asked[-1], {})
+
+    settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), False, 1)
+    with open_records(Options(settings.out)) as writer, Workers() as workers:
+        run = replay.Replay(settings, workers, writer)
+        run._order = {kept.key: 0, other.key: 1}
+        run._ones[run._one(kept).key] = replay.One(None, 0, [dict.fromkeys(PASSES, 1.0)], 0.0)
+        list(run._group(Asked(), [(case, case.schedule()) for case in (kept, other)]))
+    assert asked == ["build", "times", "spots", "times"]
+    assert run._found[kept.key]["one_device_run"] == dict.fromkeys(PASSES, 1.0)
+    assert "one_device_run" not in run._found[other.key]
+    assert run._found[kept.key]["spot_errors"] == run._found[other.key]["spot_errors"] == {"out": 0.5}
 
 
 def test_rows_of_other_binaries_are_left_alone(tmp_path):
