@@ -71,11 +71,18 @@ def _dealt(rows: Sequence[Row], ring: Row, far: Row | None) -> str:
                and (row := _like(rows, place, (ring["case"]["spec"]["mask"],), "striped"))]
     if not striped:
         return ""
-    told = ", ".join(f"{overall(row):.2f} on {row['case']['world']}" for row in _distinct(striped))
+    told = ", ".join(f"{overall(row):.2f}{_unlinked(row)} on {row['case']['world']}" for row in _distinct(striped))
     most = striped[-1]
     return (f"<p>Dealt out one by one (<em>striped</em>) all work at every step, {plan(most)['step_balance']:.0%} "
-            f"of the time on {most['case']['world']}. But each then holds a few tokens of every document, and the more "
-            f"ranks there are, the more of the tiles that it computes is hidden: E is {told}.</p>")
+            f"of the time on {most['case']['world']}. But each then holds a few tokens of every document: the more "
+            "ranks there are, the more of the tiles that it computes is hidden, and the keys of all have to come to "
+            f"all: E is {told}.</p>")
+
+
+def _unlinked(row: Row) -> str:
+    """What E would be without links, where a replay tells it."""
+    alone = row["efficiency"].get("compute") if timeline.replayed(row) else None
+    return f" ({alone['both']:.2f} if links took no time)" if alone else ""
 
 
 def _distinct(rows: Sequence[Row]) -> list[Row]:
@@ -83,12 +90,12 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
 
 
 def _others(rows: Sequence[Row], ring: Row) -> str:
-    """The best of the schemes that go round less."""
-    mask, world = ring["case"]["spec"]["mask"], ring["case"]["world"]
+    """The best of the schemes that go round less, in the ring's stack."""
+    mask, world, stack = ring["case"]["spec"]["mask"], ring["case"]["world"], ring["case"]["stack"]
     there = [row for row in rows if row["case"]["scheme"] in OTHERS and row["case"]["spec"]["mask"] == mask
-             and row["case"]["world"] == world and row["kind"] == ring["kind"]]
+             and row["case"]["world"] == world and row["kind"] == ring["kind"] and row["case"]["stack"] == stack]
     best = max(there, key=lambda row: overall(row) or 0.0, default=None) or \
-        max((r for scheme in OTHERS if (r := _best(rows, (mask,), scheme))), key=lambda r: (
+        max((r for scheme in OTHERS if (r := _best(rows, (mask,), scheme, stack))), key=lambda r: (
             r["case"]["world"], overall(r)), default=None)
     if best is None:
         return ""

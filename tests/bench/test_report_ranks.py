@@ -7,7 +7,7 @@ import pytest
 from bench import context_parallel_cases as cp
 from bench import records
 from bench.cases import ProblemSpec
-from bench.report import context_parallel, efficiency, parity, ranks
+from bench.report import context_parallel, efficiency, parity, ranks, ring
 
 SPEC = ProblemSpec("causal", 128, 0, 1, 4, 2, 16, "float32")
 
@@ -118,3 +118,17 @@ def test_the_page_says_which_scheme_to_take_and_why_a_ring_falls_behind():
     assert f"works <b>{balance:.0%} of the time</b>" in told and "E is 0.50, measured" in told
     assert "Under causal every pair of ranks has the same work" in told and "E is 0.75, measured" in told
     assert "ulysses has 1 step where the ring has 2 steps" in told and "E is 0.75, measured" in told
+
+
+def test_a_rings_rescue_is_of_its_own_stack_and_what_links_cost_is_told():
+    """Once JAX's ring was to be helped by PyTorch's usp."""
+    def of(stack, scheme, took, sharding="zigzag"):
+        row = of_scheme(scheme, "full_document", took, "replay")
+        row["efficiency"]["compute"] = {"both": 0.9}
+        case = row["case"] | {"stack": stack, "sharding": sharding}
+        return row | {"case": case, "key": f"{stack}/{scheme}/{sharding}"}
+
+    rows = [of("jax", "ring", 3.0), of("jax", "ring", 5.0, "striped"), of("jax", "usp", 2.0), of("torch", "usp", 1.0)]
+    told = ring.section(rows)
+    assert "on 2 ranks they work" in told and "E is 0.75, replayed" in told and "1.50" not in told
+    assert "E is 0.30 (0.90 if links took no time) on 2" in told
