@@ -62,6 +62,23 @@ class Predicate:
             raise ValueError("q_arrays, kv_arrays: a mask_mod reads them, and there is none")
 
 
+def _read(*_: Any, **__: Any) -> Any:
+    raise ValueError("per_head: False, and the mask_mod reads batch or q_head")
+
+
+_USES = ("eq ne lt le gt ge bool int float index hash invert neg abs pos array jax_array torch_function " +
+         " ".join(f"{x} r{x}" for x in "add sub mul truediv floordiv mod divmod pow and or xor lshift rshift".split()))
+_Unread = type("_Unread", (), {f"__{name}__": _read for name in _USES.split()})
+
+
+def heads_of(problem: AttentionProblem, per_head: bool) -> list[tuple[Any, Any]]:
+    """The (batch, q_head) that a mask_mod is asked under to find the tiles it sees: all that there are where per_head,
+    else one pair that stands for them, of which any use is a ValueError."""
+    if per_head:
+        return [(b, h) for b in range(problem.batch) for h in range(problem.q_heads)]
+    return [(_Unread(), _Unread())]
+
+
 def given(predicate: Predicate | None, problem: AttentionProblem) -> Predicate:
     """A caller's predicate for a problem, an empty one for None.
 

@@ -24,7 +24,7 @@ from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_masks import COLUMN, ROW, Policy, Walk
 from workload.capability import ALL_STATIC
 from workload.masks import IntervalMask
-from workload.predicate import Predicate, check_seen, given
+from workload.predicate import Predicate, check_seen, given, heads_of
 from workload.problem import AttentionProblem
 
 
@@ -255,7 +255,7 @@ def _pad(x: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
-    """int8 [q_tiles, kv_tiles]: 0 empty, 1 partial, 2 full, over all (batch, q_head) of `heads`; a tile at a time."""
+    """int8 [q_tiles, kv_tiles]: 0 empty, 1 partial, 2 full, over all (batch, q_head) in `heads`; a tile at a time."""
     (q_len, kv_len), (tile_q, tile_k) = shape, tiles
     q_tiles, k_tiles = -(-q_len // tile_q), -(-kv_len // tile_k)
     q_arrays = [jnp.asarray(_pad(x, tile_q)) for x in q_arrays]
@@ -267,13 +267,12 @@ def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
         values = tuple(x[i][:, None] for x in q_arrays), tuple(x[j][None, :] for x in kv_arrays)
         inside = (j < kv_len)[None, :]
         some, every = jnp.bool_(False), jnp.bool_(True)
-        for b in range(heads[0]):
-            for h in range(heads[1]):
-                seen = mask_mod(b, h, i[:, None], j[None, :], *values)
-                check_seen(seen)
-                seen = jnp.broadcast_to(seen & inside, (tile_q, tile_k))
-                real = (i < q_len)[:, None]
-                some, every = some | (seen & real).any(), every & (seen | ~real).all()
+        for b, h in heads:
+            seen = mask_mod(b, h, i[:, None], j[None, :], *values)
+            check_seen(seen)
+            seen = jnp.broadcast_to(seen & inside, (tile_q, tile_k))
+            real = (i < q_len)[:, None]
+            some, every = some | (seen & real).any(), every & (seen | ~real).all()
         return some.astype(jnp.int8) + (some & every)
 
     found = jax.jit(lambda: jax.lax.map(one, jnp.arange(q_tiles * k_tiles), batch_size=64))()
@@ -305,14 +304,15 @@ def prepare(
     Args:
       predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
         as of `workload.predicate.given`.
-      per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
+      per_head: whether the mask_mod reads batch or q_head (ValueError where it does without); a tile is visited if any
+        of them sees a cell of it.
       deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
     """
     used = given(predicate, problem)
     own = used.mask_mod is not None
     if not own:
         used = dataclasses.replace(predicate_of(problem.mask), score_mod=used.score_mod)
-    heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
+    heads = heads_of(problem, per_head)
     by_key = problem.mask.transpose()
 
     def rows_of(transposed, rows, columns, order):

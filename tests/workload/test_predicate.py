@@ -51,6 +51,19 @@ def test_a_mask_mod_gives_booleans(gives, said):
             table.get("flex").prepare(FULL, predicate=predicate)
 
 
+@pytest.mark.parametrize("reads", [
+    lambda b, h, i, j: j < 30 + 16 * h, lambda b, h, i, j: (j <= i) & (i % (b + 2) == 0),
+    lambda b, h, i, j: i == h, lambda b, h, i, j: j < (10, 20)[h], lambda b, h, i, j: j <= i if b else j < i])
+def test_a_mask_mod_that_reads_its_head_says_so(reads):
+    """Else the tiles that head 0 of batch entry 0 sees were those of all heads, without a word."""
+    predicate = Predicate(lambda b, h, i, j, *_: reads(b, h, i, j))
+    for table in (jax_impl.kernels, torch_impl.kernels):
+        kernel = table.get("flex")
+        with pytest.raises(ValueError, match="^per_head: False, and the mask_mod reads batch or q_head"):
+            kernel.prepare(FULL, predicate=predicate)
+        kernel.prepare(FULL, predicate=predicate, per_head=True)
+
+
 def test_what_is_no_predicate_is_named():
     for table, name, problem in KERNELS:
         with pytest.raises(TypeError, match=r"predicate: builtins.function is no workload.predicate.Predicate"):

@@ -11,7 +11,7 @@ serves the forward pass alone. Dong et al., Flex Attention, 2024.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch_impl.kernels.walks import ragged_runs
 from workload.capability import ALL_STATIC, Capability
 from workload.errors import Unsupported
 from workload.masks import IntervalMask, visible
-from workload.predicate import Predicate, check_seen, given
+from workload.predicate import Predicate, check_seen, given, heads_of
 from workload.problem import PASSES, AttentionProblem
 
 NAME = "flex"
@@ -125,8 +125,8 @@ class Given:
         return self.mask_mod(b, h, i, j, tuple(x[i] for x in of_queries), tuple(x[j] for x in of_keys))
 
 
-def classes_of(seen: Callable, bounds, lengths: tuple[int, int], heads: tuple[int, int], device=None) -> np.ndarray:
-    """int8 [query blocks, key blocks]: 0 empty, 1 partial, 2 full, over all (batch, q_head) of `heads`.
+def classes_of(seen: Callable, bounds, lengths: tuple[int, int], heads: Sequence[tuple], device=None) -> np.ndarray:
+    """int8 [query blocks, key blocks]: 0 empty, 1 partial, 2 full, over all (batch, q_head) in `heads`.
 
     Blocks that a length cuts are never full. Evaluated `SPAN` blocks at a time.
     """
@@ -137,12 +137,12 @@ def classes_of(seen: Callable, bounds, lengths: tuple[int, int], heads: tuple[in
         for first in range(0, found.shape[1], SPAN):
             j = torch.arange(first * BLOCK, min((first + SPAN) * BLOCK, kv_len), device=device)[None]
             cells = torch.zeros(-(-j.shape[1] // BLOCK) * BLOCK, dtype=torch.int64, device=device)
-            for b, h in np.ndindex(heads):
+            for b, h in heads:
                 here = seen(b, h, i, j, *bounds)
                 check_seen(here)
                 cells[: j.shape[1]] += torch.as_tensor(here, device=device).broadcast_to(len(i), j.shape[1]).sum(dim=0)
             total = cells.view(-1, BLOCK).sum(dim=1)
-            whole = total == heads[0] * heads[1] * BLOCK * BLOCK
+            whole = total == len(heads) * BLOCK * BLOCK
             found[row, first : first + SPAN] = ((total > 0).to(torch.int8) + whole).cpu().numpy()
     return found
 
@@ -161,7 +161,8 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     Args:
       predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
         as of `workload.predicate.given`.
-      per_head: whether the mask_mod reads batch or q_head; a tile is visited if any of them sees a cell of it.
+      per_head: whether the mask_mod reads batch or q_head (ValueError where it does without); a tile is visited if any
+        of them sees a cell of it.
     """
     used, mask = given(predicate, problem), problem.mask
     score = used.score_mod or _unchanged
@@ -173,8 +174,7 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     arrays = (*used.q_arrays, *used.kv_arrays)
     bounds = tuple(torch.as_tensor(np.ascontiguousarray(x, np.int32), device=device) for x in arrays)
     seen = Given(used.mask_mod, len(used.q_arrays))
-    heads = (problem.batch, problem.q_heads) if per_head else (1, 1)
-    classes = classes_of(seen, bounds, (problem.q_len, problem.kv_len), heads, device)
+    classes = classes_of(seen, bounds, (problem.q_len, problem.kv_len), heads_of(problem, per_head), device)
     found = (x for tiles in (classes, classes.T) for which in (1, 2) for x in _chosen(tiles == which))
     return FlexOperands(bounds, tuple(torch.as_tensor(x, device=device)[None, None] for x in found), seen, score)
 

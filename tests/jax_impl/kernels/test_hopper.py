@@ -167,7 +167,7 @@ def test_a_masks_predicate_is_the_mask(name, lengths):
     i, j = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :]
     np.testing.assert_array_equal(np.broadcast_to(predicate.mask_mod(0, 0, i, j, *values), lengths), mask.dense())
     assert predicate.mask_mod == flex.predicate_of(mask).mask_mod, "a mask prepared twice would compile twice"
-    found = flex._classes(predicate.mask_mod, predicate.q_arrays, predicate.kv_arrays, lengths, (128, 64), (1, 1))
+    found = flex._classes(predicate.mask_mod, predicate.q_arrays, predicate.kv_arrays, lengths, (128, 64), [(0, 0)])
     np.testing.assert_array_equal(found, mask.tile_runs(128, 64).classes())
 
 
