@@ -80,6 +80,22 @@ def test_a_predicate_and_logits_of_ones_own(block):
         assert relative_error(np.asarray(got[label], np.float64), np.asarray(want)) < 8e-3, label
 
 
+@pytest.mark.parametrize("predicate, seen", [
+    (Predicate(even, None, (), (np.arange(320) % 2,)), np.arange(320) % 2 == 0),
+    (Predicate(None, lambda score, b, h, i, j: jnp.where(j >= 290, score, -jnp.inf)), np.arange(320) >= 290),
+], ids=["mask_mod", "score_mod"])
+def test_blocks_that_are_listed_whole_are_asked_too(predicate, seen):
+    """Logits of -inf hide whole steps of keys. One row tile: the thread block's other warpgroup has an empty one."""
+    problem = AttentionProblem(uniform_block(60, 320, 1, 64, 1.0), 1, 1, 1, 64)
+    q, k, v, _ = (jnp.asarray(x, "bfloat16") for x in inputs(problem))
+    with interpreted():
+        out, lse = jax.block_until_ready(KERNEL.forward(q, k, v, prepare(problem, predicate=predicate), problem.scale))
+    q, k, v = (x[0, :, 0].astype(jnp.float32) for x in (q, k, v))
+    s = jnp.where(seen, problem.scale * q @ k.T, -jnp.inf)
+    assert relative_error(np.asarray(out[0, :, 0], np.float64), np.asarray(jax.nn.softmax(s) @ v)) < 8e-3
+    assert relative_error(np.asarray(lse[0, 0], np.float64), np.asarray(jax.nn.logsumexp(s, axis=1))) < 1e-4
+
+
 @pytest.mark.parametrize("block", [128, 48])
 @pytest.mark.parametrize("rows, keys", [(0, 200), (140, 0), (0, 0)])
 def test_a_shard_of_no_keys_or_no_queries(block, rows, keys):
