@@ -7,7 +7,7 @@ import numpy as np
 from parity.compare import relative_error
 from workload.problem import AttentionProblem
 
-COUNT = 24
+COUNT = 24  # rows drawn; two for each query head of a larger group
 LARGE = 1 << 19  # query rows times heads of a group
 
 
@@ -22,7 +22,7 @@ def spot_errors(stack, problem: AttentionProblem, inputs, results, seed: int = 0
       inputs: q, k, v, dout; results: out, lse, dq, dk, dv, arrays of `stack`.
     """
     rng = np.random.default_rng(seed)
-    rows = np.unique(rng.integers(0, problem.q_len, COUNT))
+    rows = np.unique(rng.integers(0, problem.q_len, max(COUNT, 2 * problem.group)))
     keys = np.unique(rng.integers(0, problem.kv_len, COUNT // 4))
     errors: dict[str, float] = {}
     large = problem.q_len * problem.group > LARGE

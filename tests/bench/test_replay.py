@@ -17,8 +17,9 @@ from bench.spot_check import spot_errors
 from bench.timing import Protocol
 from parity.compare import relative_error
 from parity.inputs import make_inputs
+from workload import masks
 from workload.oracle import attention_oracle
-from workload.problem import PASSES
+from workload.problem import PASSES, AttentionProblem
 
 SETTINGS = (("block", 8), ("density", 0.5), ("documents", (3, 40, 0, 20)), ("sparse_block", 9), ("window", 11))
 CASES = [
@@ -85,6 +86,30 @@ def test_spot_check_sees_a_wrong_row_and_a_wrong_key(mask):
         results = [out, lse, *grads]
         results[n] = results[n] * 1.01
         assert spot_errors(stack, problem, inputs, results)[name] > 5e-3
+
+
+def test_spot_check_looks_at_other_rows_in_every_head_of_a_group():
+    """One head that is wrong is found, and a row of all heads wherever it was drawn; also where no row sees a key."""
+    stack = replay_task.stack_of("torch")
+    for mask in (masks.full(80, 90), masks.from_intervals([np.zeros(80)], [np.zeros(80)], 90)):
+        problem = AttentionProblem(mask, 1, 40, 1, 8, "float32")
+        kernel, inputs = stack.kernel("naive"), stack.random(problem)
+        operands = stack.prepare(kernel, problem)
+        out, lse = kernel.forward(*inputs[:3], operands, problem.scale)
+        results = [out, lse, *kernel.backward(*inputs[:3], out, lse, inputs[3], operands, problem.scale)]
+        assert max(spot_errors(stack, problem, inputs, results).values()) < 1e-5
+        found = []
+        for head in (0, 25, 39):
+            wrong = out.clone()
+            wrong[:, :, head] += 1
+            found.append(spot_errors(stack, problem, inputs, [wrong, *results[1:]])["out"])
+        assert min(found) > 0.05
+        rows = []
+        for row in range(0, 80, 4):
+            wrong = out.clone()
+            wrong[:, row] += 1
+            rows.append(spot_errors(stack, problem, inputs, [wrong, *results[1:]])["out"] > 0.05)
+        assert sum(rows) > 10
 
 
 @pytest.mark.parametrize("stack_name", ["jax", "torch"])
