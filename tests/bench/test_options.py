@@ -1,5 +1,6 @@
 """Flags that all binaries share are checked when they are read."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,13 @@ def refused(binary, *flags):
 ])
 def test_bad_values_are_named_by_their_flag(binary, flags, said):
     assert said in refused(binary, *flags)
+
+
+def test_ranks_that_a_host_takes_are_counted_by_host(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert options.worlds(["16", "32"], 2) == [16, 32]
+    with pytest.raises(ValueError, match="^--worlds: 17, a host of 1 cores takes 1 to 16"):
+        options.worlds(["34"], 2)
 
 
 def test_files_that_hold_no_records_are_named(tmp_path):

@@ -239,6 +239,25 @@ def test_cells_of_schemes_are_timed_once_no_job_checks_and_an_interrupt_loses_no
         assert [found[cell.key] for cell in cells] == ([None] * 6 if interrupted else [None, None, 2.0, 2.0, 2.0, 2.0])
 
 
+def test_a_scheme_is_as_slow_as_its_slowest_rank():
+    cell = parity_schemes.cells(["ring"], ["full"], [2], ["zigzag"], "ranks", 0)[0]
+
+    class Ranks:
+        def __init__(self, *ranks):
+            self.answer = list(ranks) if len(ranks) > 1 else ranks[0]
+
+        def ask(self, *_, **__):
+            return self.answer
+
+    run = parity_schemes.Run.__new__(parity_schemes.Run)
+    run._patience = lambda: 1.0
+    run._workers = {"jax": Ranks({"samples": [2.0, 5.0, 1.0], "waited": 2})}
+    run._gang = Ranks({"samples": [1.0, 2.0, 9.0], "waited": 0}, {"samples": [4.0, 3.0, 1.0], "waited": 0})
+    told = run._throughput(cell)
+    assert told["seconds"] == {"jax": 2.0, "torch": 4.0} and told["throughput_ratio"] == 2.0
+    assert told["flags"] == ["jax: a device may have waited for the host in 6 of 9 samples"]
+
+
 def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monkeypatch):
     """Two ranks a stack: right as they are; a shard of PyTorch's spoilt on its way is that stack's mismatch."""
     cell = parity_schemes.cells(["ring"], ["shared_question"], [2], ["zigzag"], "ranks", 0)[0]
