@@ -77,8 +77,8 @@ class Case:
 
 @functools.lru_cache(maxsize=256)
 def _problem(name, q_len, kv_len, heads, dtype, head_dim, batch):
-    dynamic = name in suite.DYNAMIC_BUILDERS
-    mask = suite.mask_suite(name, kv_len, q_len=q_len, heads=heads[1] if dynamic else 1,
+    mask_heads = {"uniform_block": heads[1], "variable_block": heads[0]}.get(name, 1)  # per kv head, per query head
+    mask = suite.mask_suite(name, kv_len, q_len=q_len, heads=mask_heads,
                             documents=(3, 1, kv_len - 20, 0, 16), **SETTINGS)
     return AttentionProblem(mask, batch, *heads, head_dim, dtype)
 

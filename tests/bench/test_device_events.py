@@ -1,5 +1,6 @@
 """Events on XLA's stream: a real custom call on the CPU, on a driver that writes down what it is asked."""
 
+import jax
 import pytest
 
 from bench import attention_task
@@ -61,6 +62,14 @@ def test_two_events_are_recorded_on_xlas_stream():
     assert [around(events), around(events)] == [1.5e-3, 1.5e-3]
     assert driver.recorded == [(1, STREAM), (2, STREAM)] * 2
     assert driver.made == 2 and driver.contexts == [3]
+
+
+def test_marks_run_on_the_device_whose_they_are():
+    """On a machine of one CPU it shows by whether their results are bound to it."""
+    [device] = jax.devices("cpu")[:1]
+    for given in (None, device):
+        x = DeviceEvents(given, "cpu", Driver(), lambda frame: STREAM).mark(BEGIN)
+        assert x.devices() == {device} and x.committed == (given is not None)
 
 
 def test_it_is_told_whether_the_device_was_there_before_the_host():
