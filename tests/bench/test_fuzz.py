@@ -1,5 +1,6 @@
 """The fuzz draws the same problems everywhere, finds what is wrong, and says how to find it again."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -37,3 +38,9 @@ def test_some_problems_are_right_in_both_stacks(tmp_path):
     assert done.returncode == 0 and " 0 not" in done.stdout, done.stdout + done.stderr
     right = [row for row in records.read(out) if row["status"] == "ok"]
     assert len(right) >= 10 and {row["case"]["stack"] for row in right} == {"jax", "torch"}
+
+
+def test_cases_whose_masks_are_shared_otherwise_have_names_of_their_own():
+    spec = ProblemSpec("uniform_block", 64, q_heads=6, kv_heads=2)
+    labels = [dataclasses.replace(spec, mask_heads=n).label for n in (0, 1, 2, 6)]
+    assert len(set(labels)) == 4 and labels[0] == spec.label == labels[3].replace("m6", "")

@@ -7,7 +7,7 @@ import jax_impl.kernels
 import torch_impl.kernels
 from workload import masks
 from workload.block_masks import uniform_block
-from workload.predicate import Predicate, given
+from workload.predicate import Predicate, given, heads_of
 from workload.problem import AttentionProblem
 
 FULL = AttentionProblem(masks.full(60, 70), 1, 2, 1, 64, "bfloat16")
@@ -62,6 +62,7 @@ def test_a_mask_mod_that_reads_its_head_says_so(reads):
         with pytest.raises(ValueError, match="^per_head: False, and the mask_mod reads batch or q_head"):
             kernel.prepare(FULL, predicate=predicate)
         kernel.prepare(FULL, predicate=predicate, per_head=True)
+    assert heads_of(FULL, True) == [(0, 0), (0, 1)]
 
 
 def test_what_is_no_predicate_is_named():
