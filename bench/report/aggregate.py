@@ -106,9 +106,14 @@ def shape_of(case: Row) -> str:
     return ", ".join([*parts, *(f"{k}={v}" for k, v in settings.items())])
 
 
+def ceilings(rows: Iterable[Row]) -> list[Row]:
+    """The rows that measured a matrix peak and a copy bandwidth."""
+    return [row for row in rows if row["kind"] == "ceiling" and row["status"] == "ok"]
+
+
 def bandwidths(rows: Iterable[Row]) -> float | None:
     """The best copy bandwidth measured, bytes/s."""
-    return max((r["bandwidth"] for r in rows if r["kind"] == "ceiling" and r["status"] == "ok"), default=None)
+    return max((row["bandwidth"] for row in ceilings(rows)), default=None)
 
 
 def entries(rows: Sequence[Row]) -> list[Entry]:

@@ -105,10 +105,9 @@ def _summary(rows, found, anchors, answers) -> str:
     where = Counter(map(_device, _environments(rows))).most_common(1)
     tiles = [(device, f"where {n:,} of {len(rows):,} rows ran") for device, n in where] + tiles
     unit, name = aggregate.unit_of(found)
-    for row in rows:
-        if row["kind"] == "ceiling" and row["status"] == "ok":
-            tiles.append((f"{tables.number(row['peak_flops'] / unit)} {name}",
-                          f"matrix peak, {row['case']['dtype']}, {row['case']['stack']}"))
+    for row in aggregate.ceilings(rows):
+        tiles.append((f"{tables.number(row['peak_flops'] / unit)} {name}",
+                      f"matrix peak, {row['case']['dtype']}, {row['case']['stack']}"))
     copy = aggregate.bandwidths(rows)
     tiles += [(f"{copy / 1e9:.4g} GB/s", "copy bandwidth")] if copy else []
     boxes = "".join(f'<div class="tile"><b>{esc(n)}</b>{esc(label)}</div>' for n, label in tiles)
@@ -145,7 +144,7 @@ def _findings(rows: Sequence[dict], found: Sequence[Entry], anchors: set[str], a
         good = sum(row["status"] == "ok" for row in compared)
         told.append(f'<a href="#parity">The stacks agree</a> in {good:,} of {len(compared):,} cells that both can run.')
     unit, name = aggregate.unit_of(found)
-    peak = max((r["peak_flops"] for r in rows if r["kind"] == "ceiling" and r["status"] == "ok"), default=None)
+    peak = max((row["peak_flops"] for row in aggregate.ceilings(rows)), default=None)
     for setting in aggregate.settings(found)[:2]:
         timed = [e for e in found if e.setting == setting and e.rate]
         tops = [max((e for e in timed if e.stack == s), key=lambda e: e.rate or 0) for s in

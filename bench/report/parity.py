@@ -27,10 +27,9 @@ def rows_of(rows: Sequence[Row]) -> list[Row]:
 def section(rows: Sequence[Row]) -> str:
     """HTML; empty where there is no row."""
     peaks: dict[str, float] = {}
-    for row in rows:
-        if row["kind"] == "ceiling" and row["status"] == "ok":
-            dtype = row["case"]["dtype"]
-            peaks[dtype] = max(row["peak_flops"], peaks.get(dtype, 0.0))
+    for row in aggregate.ceilings(rows):
+        dtype = row["case"]["dtype"]
+        peaks[dtype] = max(row["peak_flops"], peaks.get(dtype, 0.0))
     return _agreement(rows, peaks) + _names(aggregate.entries(rows)) + _on_ranks(rows)
 
 
