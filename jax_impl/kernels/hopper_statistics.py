@@ -4,6 +4,8 @@ A product of depth 16 with them adds a vector to every row of a tile, where load
 shared memory as the queries' tile does.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,13 +30,20 @@ def statistics(*vectors):
     shape = next(x.shape for x in vectors if x is not None)
     terms = []
     for x in vectors:
-        rest = jnp.zeros(shape, jnp.float32) if x is None else jnp.clip(x, -HUGE, HUGE)
-        for _ in range(3):
-            term = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-            terms.append(term.astype(jnp.bfloat16))
-            rest = rest - term
+        whole = jnp.zeros(shape, jnp.float32) if x is None else jnp.clip(x, -HUGE, HUGE)
+        # XLA would leave out a cast there and back.
+        parts = _terms(whole, functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7))
+        terms += [part.astype(jnp.bfloat16) for part in parts]
     terms += [jnp.zeros(shape, jnp.bfloat16)] * (TERMS - len(terms))
     return jnp.stack(terms, axis=-1)
+
+
+def _terms(x, rounded):
+    """Three float32 terms, each of bfloat16's precision as `rounded` makes it, whose sum is x."""
+    for _ in range(3):
+        term = rounded(x)
+        yield term
+        x = x - term
 
 
 def ones(vector, rows: int = 64):
@@ -77,11 +86,9 @@ def begin(out, dout, lse, scale: float | None, columns: int):
         vectors.append((3, -jnp.sum(x * y, axis=1)))
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, TERMS), 1, layout=TILE)
         terms = plgpu.layout_cast(jnp.zeros((ROWS, TERMS), jnp.float32), TILE)
-        for first, rest in vectors:
-            for n in range(first, first + 3):
-                term = rest.astype(jnp.bfloat16).astype(jnp.float32)
+        for first, x in vectors:
+            for n, term in enumerate(_terms(x, lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)), first):
                 terms = jnp.where(column == n, lax.broadcast_in_dim(term, terms.shape, [0]), terms)
-                rest = rest - term
         terms_s[...] = terms.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(terms_s, terms_g.at[entry, head, here])
