@@ -147,17 +147,19 @@ class Stack:
             raise MemoryError(f"the program needs {need / 2**30:.1f} GiB, a process may take "
                               f"{limits['bytes_limit'] / 2**30:.1f} GiB of the device")
 
-    def sampler(self, call: Callable[[int], Any], cold: bool) -> Callable[[int], float]:
-        """sample(n) -> seconds of call(n); on a GPU between two events, behind a flush that is not timed.
+    def sampler(self, call: Callable[[int], Any], cold: bool, flushes: int = 1,
+                devices: Sequence[jax.Device | None] = (None,)) -> Callable[[int], float]:
+        """sample(n) -> seconds of call(n); on a GPU between two events, behind so many flushes that are not timed.
 
-        The flush is the host's head start, see `bench.timing.EventSampler`; for a warm cache the call runs once more
-        between the two.
+        The flushes are the host's head start, see `bench.timing.EventSampler`; for a warm cache the call runs once more
+        between the two. devices: as of `between_events`.
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
 
         def take(n, ahead):
-            return self.between_events(lambda: call(n), ahead, (lambda: None) if cold else lambda: call(n))
+            before = (lambda: None) if cold else lambda: call(n)
+            return self.between_events(lambda: call(n), flushes * ahead, before, devices)
         return EventSampler(take)
 
     def between_events(self, call: Callable[[], Any], ahead: int, before: Callable[[], Any],

@@ -17,7 +17,6 @@ from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from bench.jax_stack import meeting
 from bench.parity_cells import KEPT, SAMPLES
-from bench.timing import EventSampler
 from jax_impl import context_parallel as cp
 from jax_impl.context_parallel.attention import backward, forward
 from jax_impl.context_parallel.plan import alike, default_kernel, place
@@ -175,17 +174,14 @@ def clock(case: dict[str, Any]) -> dict[str, Any]:
     devices = tuple(built.plan.program.mesh.devices.flat)
     meet = meeting(devices)
 
-    def calls() -> Any:
+    def calls(_: int) -> Any:
         for _ in range(CALLS):
             last = built.again()
             if not stack.on_gpu:  # queued programs of one process' CPU devices can wait for each other's threads
                 jax.block_until_ready(last)
         return meet()
 
-    def between(_: int, ahead: int) -> tuple[float, bool]:
-        return stack.between_events(calls, HEAD_START * ahead, calls, devices)
-
-    sample = EventSampler(between) if stack.on_gpu else stack.sampler(lambda _: calls(), cold=False)
+    sample = stack.sampler(calls, cold=False, flushes=HEAD_START, devices=devices)
     return {"samples": [sample(n) / CALLS for n in range(SAMPLES)], "waited": getattr(sample, "waited", 0)}
 
 
