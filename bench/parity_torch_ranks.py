@@ -4,7 +4,9 @@ The ranks are workers that stay for many cells: `open_store` on one, `join` on a
 """
 
 import datetime
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from bench.attention_task import stack_of
 from bench.context_parallel_cases import Case, from_record
 from bench.parity_cells import KEPT, SAMPLES
-from bench.timing import wall
+from bench.timing import EventSampler, wall_sampler
 from parity.compare import RESULTS
 from parity.inputs import TENSORS
 from torch_impl import context_parallel as cp
@@ -96,9 +98,9 @@ def _stored(x: torch.Tensor) -> np.ndarray:
 def clock(case: dict[str, Any]) -> dict[str, Any]:
     """Of a cell that has run: how long both passes take, calls one behind the other.
 
-    On GPUs between two events on this rank's stream, at either of which all ranks have met, the host ahead.
+    On GPUs between two events on each rank's stream, the slowest's, at either of which all have met, the host ahead.
 
-    Returns: samples, seconds of a call as a mean; waited, for how many of them the device may have waited for the host.
+    Returns: samples, seconds of a call as a mean; waited, for how many of them a device may have waited for the host.
     """
     plan, q, k, v, dout = _built[from_record(case)]
     token = torch.zeros(1, device=_held["job"].device)
@@ -110,17 +112,23 @@ def clock(case: dict[str, Any]) -> dict[str, Any]:
         dist.all_reduce(token)
 
     calls()
-    if not stack_of("torch").on_gpu:
-        return {"samples": [wall(calls, lambda _: None) / CALLS for _ in range(SAMPLES)], "waited": 0}
+    sample: Callable[[int], float] = wall_sampler(lambda _: calls(), lambda _: None)
+    if stack_of("torch").on_gpu:
+        sample = EventSampler(functools.partial(_between_events, calls, token))
+    return {"samples": [sample(n) / CALLS for n in range(SAMPLES)], "waited": getattr(sample, "waited", 0)}
+
+
+def _between_events(calls: Callable[[], None], token: torch.Tensor, _: int, ahead: int) -> tuple[float, bool]:
+    """What `EventSampler` takes, of all ranks: by it each decides whether to take a sample again, as the others do."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    samples, waited = [], 0
-    for _ in range(SAMPLES):
-        torch.cuda._sleep(AHEAD_CYCLES)
-        dist.all_reduce(token)
-        begin.record()
-        calls()
-        end.record()
-        waited += begin.query()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / CALLS)
-    return {"samples": samples, "waited": waited}
+    torch.cuda._sleep(ahead * AHEAD_CYCLES)
+    dist.all_reduce(token)
+    begin.record()
+    calls()
+    end.record()
+    waited = begin.query()
+    end.synchronize()
+    told = torch.tensor([begin.elapsed_time(end) / 1e3, waited], dtype=torch.float64, device=token.device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    seconds, any_waited = told.tolist()
+    return seconds, bool(any_waited)

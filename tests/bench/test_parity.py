@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from bench import attention_task, engine, parity_kernels, parity_schemes, parity_status, records
 from bench import parity as parity_main
+from bench import parity_torch_ranks as torch_ranks
 from bench.cases import STACKS
 from bench.parity_cells import ROUNDS, Problems, Rows
 from bench.turns import Turns
@@ -257,6 +259,40 @@ def test_a_scheme_is_as_slow_as_its_slowest_rank():
     assert told["seconds"] == {"jax": 2.0, "torch": 4.0} and told["throughput_ratio"] == 2.0
     assert told["flags"] == [f"{stack}: a device may have waited for the host in {n} of 9 samples"
                              for stack, n in (("jax", 6), ("torch", 3))]
+
+
+def test_ranks_of_pytorch_take_a_sample_again_where_one_may_have_waited(monkeypatch):
+    """Together: a rank that went on alone would wait for the others' next cell. The slowest rank's seconds count."""
+    went, case = [], parity_schemes.cells(["ring"], ["full"], [2], ["zigzag"], "ranks", 0)[0].case
+    others = iter([(0.04, True), (0.03, False), (0.005, False), (0.01, False)])  # the other rank, a sample each
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        record = query = synchronize = lambda self: False
+
+        def elapsed_time(self, end):
+            return 10.0
+
+    def all_reduce(x, op=torch_ranks.dist.ReduceOp.SUM):
+        if op != torch_ranks.dist.ReduceOp.MAX:
+            return went.append("meet")
+        went.append("agree")
+        return x.copy_(x.maximum(torch_ranks.torch.tensor(next(others), dtype=x.dtype)))
+
+    monkeypatch.setattr(torch_ranks, "stack_of", lambda name: types.SimpleNamespace(on_gpu=True))
+    monkeypatch.setattr(torch_ranks.torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch_ranks.torch.cuda, "_sleep", lambda cycles: went.append(cycles))
+    monkeypatch.setattr(torch_ranks.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch_ranks, "forward", lambda plan, *qkv: (None, went.append("forward")))
+    monkeypatch.setattr(torch_ranks, "backward", lambda *_: went.append("backward"))
+    monkeypatch.setattr(torch_ranks, "_held", {"job": types.SimpleNamespace(device="cpu")})
+    monkeypatch.setattr(torch_ranks, "_built", {case: [None] * 5})
+    told = torch_ranks.clock(case.record())
+    assert told == {"samples": [0.03 / 5, 0.01 / 5, 0.01 / 5], "waited": 0}
+    calls, ahead = ["forward", "backward"] * 5 + ["meet"], torch_ranks.AHEAD_CYCLES
+    assert went == calls + [x for n in (1, 2, 2, 2) for x in (n * ahead, "meet", *calls, "agree")]
 
 
 def test_schemes_exchange_their_shards_and_a_wrong_shard_is_found(tmp_path, monkeypatch):
