@@ -1,4 +1,4 @@
-"""Gradients that are not differentiated again, as PyTorch's `once_differentiable` has them."""
+"""Gradients that are not differentiated again; twin of torch_impl/once.py."""
 
 import jax
 

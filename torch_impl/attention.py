@@ -6,6 +6,7 @@ import torch
 
 from torch_impl import kernels
 from torch_impl.autocast import without_autocast
+from torch_impl.once import once_differentiable
 from workload.errors import Unsupported
 from workload.problem import AttentionProblem, check_operands
 
@@ -66,7 +67,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @without_autocast
     def backward(ctx, dout, _):
         kernel, scale, operands = ctx.call

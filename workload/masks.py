@@ -64,6 +64,12 @@ class IntervalMask:
 
     heads = 1  # one mask for all heads; dynamic masks have one per head
 
+    def __getstate__(self):  # a view of a dict is neither pickled nor copied
+        return {**vars(self), "params": dict(self.params)}
+
+    def __setstate__(self, state):
+        vars(self).update(state, params=MappingProxyType(state["params"]))
+
     @property
     def q_len(self) -> int:
         """Number of query rows."""

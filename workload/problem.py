@@ -96,7 +96,7 @@ class AttentionProblem:
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
         elif not isinstance(self.scale, numbers.Real) or not math.isfinite(self.scale):
-            raise ValueError(f"scale: {self.scale!r} is not a finite number")
+            raise ValueError(f"scale: {self.scale!r} is not a finite number of Python or NumPy")
         object.__setattr__(self, "scale", float(self.scale))  # a NumPy number would be no constant to a compiler
 
     @property

@@ -1,5 +1,7 @@
 """The interval masks: every derived form against the definitions, cell by cell."""
 
+import copy
+import pickle
 import time
 import tracemalloc
 
@@ -44,6 +46,16 @@ def test_intervals_are_normal(mask):
     assert (ends[:-1] < starts[1:])[present[1:]].all(), "disjoint, ascending, not touching"
     assert (present[:-1] >= present[1:]).all(), "absent intervals stand last"
     assert present[-1].any() or mask.intervals == 1, "no slot that no row uses"
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_masks_go_to_other_processes(through):
+    mask = masks.causal_document(5, 7, [3, 4])
+    got = through(mask)
+    assert got.dense().tolist() == mask.dense().tolist() and (got.name, got.regular) == (mask.name, mask.regular)
+    assert list(got.params) == ["lengths"] and got.params["lengths"].tolist() == [3, 4]
+    with pytest.raises(TypeError):
+        got.params["lengths"] = None
 
 
 @given(static_mask())

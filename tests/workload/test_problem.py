@@ -51,7 +51,7 @@ def test_default_scale_is_of_the_head_width():
         ({"batch": 0}, "batch: 0 is not an integer >= 1"),
         ({"q_heads": 6, "kv_heads": 4}, "kv_heads: 4 does not divide q_heads 6"),
         ({"dtype": "int8"}, "dtype: 'int8' is none of"),
-        ({"scale": float("nan")}, "scale: nan is not a finite number"),
+        ({"scale": float("nan")}, "scale: nan is not a finite number of Python or NumPy"),
         ({"scale": "0.5"}, "scale: '0.5' is not a finite number"),
         ({"mask": None}, "mask: NoneType is neither an IntervalMask nor a BlockMask"),
         ({"mask": masks.full(2, 3).dense()}, "mask: ndarray is neither"),

@@ -9,6 +9,7 @@ from torch_impl.context_parallel import head_groups
 from torch_impl.context_parallel.mesh import Mesh
 from torch_impl.context_parallel.plan import Plan, make_plan
 from torch_impl.context_parallel.ulysses import to_heads, to_tokens
+from torch_impl.once import once_differentiable
 from workload.problem import AttentionProblem, check_kind, check_operands, check_tokens
 
 
@@ -114,7 +115,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @without_autocast
     def backward(ctx, dout, _):
         return None, *backward(ctx.plan, ctx.saved_tensors, dout)

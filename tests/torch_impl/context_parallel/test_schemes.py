@@ -342,6 +342,16 @@ def test_a_compiled_program_calls_it_as_it_is():
     assert torch.compile(step, backend="eager")(*x).equal(step(*x))
 
 
+def test_gradients_are_not_differentiated_again():
+    case = Case("ring", "causal_document", 1)
+    mesh = context_parallel.make_mesh(case.topology, ThreadRanks(1), 0)
+    q, k, v = cases.arrays(case)[:3]
+    out = context_parallel.attention(q.requires_grad_(), k, v, case.problem.mask, scheme="ring", mesh=mesh)
+    [dq] = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(Unsupported, match="attention: its gradients are not differentiated again"):
+        (dq.square().sum() + q.sum()).backward()
+
+
 def test_sharding_of_the_attention_call_and_of_a_plan_agree():
     """The one-call form is the plan's."""
     case = Case("usp", "prefix_lm_document", 4, grid=(("ulysses", 2),))
