@@ -16,21 +16,22 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     where those are constants, as under a sum of out.
     """
     @functools.wraps(backward)
-    def once(*args):
+    def once(ctx, *dout):
         again = torch.is_grad_enabled()  # under create_graph=True alone
         with torch.no_grad():
-            gradients = backward(*args)
+            gradients = backward(ctx, *dout)
         if not again:
             return gradients
-        return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_()) for x in gradients)
+        of = (*ctx.saved_tensors, *dout)
+        return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_(), *of) for x in gradients)
 
     return once
 
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gradient):
-        del ctx
+    def forward(ctx, gradient, *of):
+        del ctx, of
         return gradient.view_as(gradient)
 
     @staticmethod
