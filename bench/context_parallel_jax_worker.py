@@ -33,7 +33,7 @@ from bench import context_parallel_worker as worker
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
 from bench.jax_stack import Stack, meeting
-from bench.timing import MOST_AHEAD, Protocol, measure
+from bench.timing import Protocol, measure
 from jax_impl import context_parallel as cp
 from jax_impl import kernels, launch
 from jax_impl.context_parallel.attention import backward, forward
@@ -193,23 +193,16 @@ class Job(base.Job):
 
     def sampler(self, call):
         if self.stack.on_gpu:
-            return self._events_sampler(call)
+            def take(ahead: int) -> tuple[float, bool]:
+                return self.stack.between_events(call, ahead, self.together)
+
+            ahead = self.head_start(take)
+            return lambda: take(ahead)[0], take(ahead)[0]
         total = functools.partial(self.seconds, call)
         total(1)
         once = max(self.gather(total(2) / 2))
         batch = max(1, min(64, round(BATCH_SECONDS / max(once, 1e-9))))
         return lambda: total(batch) / batch, batch * once
-
-    def _events_sampler(self, call):
-        """Each device's own time from where all go on together; the head start is one that no rank's host outlasts."""
-        def sample(ahead: int) -> tuple[float, bool]:
-            return self.stack.between_events(call, ahead, self.together)
-
-        ahead, (_, waited) = 1, sample(1)
-        while ahead < MOST_AHEAD and any(self.gather(waited)):
-            ahead *= 2
-            _, waited = sample(ahead)
-        return lambda: sample(ahead)[0], sample(ahead)[0]
 
     def together(self) -> jax.Array:
         """All ranks' devices go on from here together; the host does not wait."""

@@ -18,7 +18,7 @@ import numpy as np
 from bench.cases import ProblemSpec
 from bench.context_parallel_cases import Case
 from bench.link_model import Links
-from bench.timing import Protocol
+from bench.timing import MOST_AHEAD, Protocol
 from bench.worker_main import failure_of
 from workload.problem import AttentionProblem
 from workload.schedule import Schedule
@@ -184,6 +184,19 @@ class Job(abc.ABC):
             if found is not None:
                 raise Agreed(found["status"], f"rank {rank}: {found['reason']}")
         return result
+
+    def head_start(self, take: Callable[[int], tuple[float, bool]]) -> int:
+        """The least head start, of those twice the one before, that no rank's host outlasts; `MOST_AHEAD` at most.
+
+        Args:
+          take: take(ahead) is this rank's seconds of a call that all ranks begin together, behind so many units of work
+            that is not timed, and whether its device may have waited for the host.
+        """
+        ahead, (_, waited) = 1, take(1)
+        while ahead < MOST_AHEAD and any(self.gather(waited)):
+            ahead *= 2
+            _, waited = take(ahead)
+        return ahead
 
     def samples(self, call: Callable[[], Any] | None, protocol: Protocol) -> list[list[float]]:
         """Seconds of each iteration by rank, of the ranks that have a call; all take equally many."""

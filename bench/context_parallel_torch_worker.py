@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Ready(base.Ready):
                 step = functools.partial(running.backward, made and made[0], q, k, v, out, lse, dout, operands, scale,
                                          delta=row_sums(out, dout))
             made = step()
-            seconds.append(measure(lambda n, step=step: self.job.seconds(step), protocol).median)
+            seconds.append(measure(self.job.stack.sampler(lambda n, step=step: step(), False), protocol).median)
         return seconds
 
 
@@ -150,27 +150,15 @@ class Job(base.Job):
         dist.all_reduce(self._token)
 
     def sampler(self, call):
-        def sample() -> float:
-            if call is None:
-                self.together()
-                return 0.0
-            return self.seconds(call, self.together)
+        def take(ahead: int) -> tuple[float, bool]:
+            if call is not None and self.stack.on_gpu:
+                return self.stack.between_events(call, ahead * AHEAD_CYCLES, self.together)
+            self.together()
+            return 0.0 if call is None else wall(call, self.stack.finish), False
 
-        return sample, [sample() for _ in range(3)][-1]
-
-    def seconds(self, call: Callable[[], Any], before: Callable[[], None] = lambda: None) -> float:
-        """Of one call, `before` not counted; on a GPU its stream is held up until the host has enqueued the call."""
-        if not self.stack.on_gpu:
-            before()
-            return wall(call, self.stack.finish)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD_CYCLES)
-        before()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        take(1)  # compiles
+        ahead = self.head_start(take)
+        return lambda: take(ahead)[0], take(ahead)[0]
 
     def single(self, spec: ProblemSpec, kernel: str, which: str) -> float | None:
         try:
@@ -186,7 +174,7 @@ class Job(base.Job):
         if which == "backward":
             out, lse = call()
             call = lambda: kernel.backward(q, k, v, out, lse, dout, operands, problem.scale)  # noqa: E731
-        return measure(lambda n: self.seconds(call), Protocol(**self.request.protocol)).median
+        return measure(self.stack.sampler(lambda n: call(), False), Protocol(**self.request.protocol)).median
 
     def link_calls(self, size: int):
         everyone = self.ranks.communicator(self.rank, [tuple(range(self.world))], "main")

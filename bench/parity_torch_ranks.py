@@ -120,15 +120,8 @@ def clock(case: dict[str, Any]) -> dict[str, Any]:
 
 def _between_events(calls: Callable[[], None], token: torch.Tensor, _: int, ahead: int) -> tuple[float, bool]:
     """What `EventSampler` takes, of all ranks: by it each decides whether to take a sample again, as the others do."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(ahead * AHEAD_CYCLES)
-    dist.all_reduce(token)
-    begin.record()
-    calls()
-    end.record()
-    waited = begin.query()
-    end.synchronize()
-    told = torch.tensor([begin.elapsed_time(end) / 1e3, waited], dtype=torch.float64, device=token.device)
+    of_mine = stack_of("torch").between_events(calls, ahead * AHEAD_CYCLES, lambda: dist.all_reduce(token))
+    told = torch.tensor(of_mine, dtype=torch.float64, device=token.device)
     dist.all_reduce(told, dist.ReduceOp.MAX)
-    seconds, any_waited = told.tolist()
-    return seconds, bool(any_waited)
+    seconds, waited = told.tolist()
+    return seconds, bool(waited)

@@ -147,21 +147,23 @@ class Stack:
         """
         if not self.on_gpu:
             return wall_sampler(call, self.finish)
-        flush = self._flush_buffer() if cold else None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before = self._flush_buffer().zero_ if cold else lambda: None
+        return EventSampler(lambda n, ahead: self.between_events(lambda: call(n), ahead * HEAD_START, before))
 
-        def take(n, ahead):
-            torch.cuda._sleep(ahead * HEAD_START)
-            if flush is not None:
-                flush.zero_()
-            begin.record()
-            result = call(n)
-            end.record()
-            behind = begin.query()
-            end.synchronize()
-            del result
-            return begin.elapsed_time(end) / 1e3, behind
-        return EventSampler(take)
+    def between_events(self, call: Callable[[], Any], cycles: int, before: Callable[[], Any]) -> tuple[float, bool]:
+        """Seconds of a call between two events, behind so many cycles of spinning and `before`; whether the device may
+        have waited for the host meanwhile.
+        """
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        before()
+        begin.record()
+        result = call()
+        end.record()
+        waited = begin.query()
+        end.synchronize()
+        del result
+        return begin.elapsed_time(end) / 1e3, waited
 
     @functools.cache  # noqa: B019 - one stack lives as long as its process
     def _flush_buffer(self):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 
 from bench import context_parallel, context_parallel_job, records
 from bench import context_parallel_worker as worker
-from bench.cases import ProblemSpec
+from bench.cases import STACKS, ProblemSpec
 from bench.context_parallel_cases import Case, from_record, work_of
+from bench.timing import MOST_AHEAD
 from workload.ranks import RankFailure
 
 SPEC = ProblemSpec("causal", 128, 0, 1, 4, 2, 16, "float32")
@@ -297,3 +299,28 @@ def test_bytes_of_bfloat16_are_the_schedules_on_a_cpu_too(tmp_path):
     context_parallel.Jobs(tmp_path / "rows.jsonl", {"timed": False}, 100.0).run(cases)
     row, = records.read(tmp_path / "rows.jsonl")
     assert row["status"] == "ok", row["reason"]
+
+
+@pytest.mark.parametrize("needs,others,ahead", [(1, False, 1), (3, False, 4), (1, True, MOST_AHEAD)])
+@pytest.mark.parametrize("name", STACKS)
+def test_all_ranks_take_the_head_start_that_the_slowest_host_needs(name, needs, others, ahead):
+    """A rank that took a sample again alone would call a collective alone: the head start is settled beforehand.
+
+    needs: the head start that the device of this rank needs; others: whether a peer's may have waited all the same.
+    """
+    rank = importlib.import_module(f"bench.context_parallel_{name}_worker")
+    made, taken, unit = object.__new__(rank.Job), [], getattr(rank, "AHEAD_CYCLES", 1)
+
+    def between_events(call, behind, before):
+        before()
+        call()
+        taken.append(behind)
+        return unit / behind, behind < needs * unit
+
+    made.stack = types.SimpleNamespace(on_gpu=True, between_events=between_events)
+    made.gather = lambda value: [value, others]
+    made.together = lambda: taken.append("meet")
+    sample, estimate = made.sampler(lambda: taken.append("call"))
+    before = len(taken)
+    assert sample() == estimate == 1.0 / ahead
+    assert taken[before:] == ["meet", "call", ahead * unit]

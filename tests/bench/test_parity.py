@@ -281,7 +281,7 @@ def test_ranks_of_pytorch_take_a_sample_again_where_one_may_have_waited(monkeypa
         went.append("agree")
         return x.copy_(x.maximum(torch_ranks.torch.tensor(next(others), dtype=x.dtype)))
 
-    monkeypatch.setattr(torch_ranks, "stack_of", lambda name: types.SimpleNamespace(on_gpu=True))
+    monkeypatch.setattr(attention_task.stack_of("torch"), "on_gpu", True)
     monkeypatch.setattr(torch_ranks.torch.cuda, "Event", Event)
     monkeypatch.setattr(torch_ranks.torch.cuda, "_sleep", lambda cycles: went.append(cycles))
     monkeypatch.setattr(torch_ranks.dist, "all_reduce", all_reduce)
