@@ -119,7 +119,10 @@ def request_of(values: flags.FlagValues, cases: Sequence[cp.Case]) -> dict[str, 
         if not any(cp.is_among(case, [parts]) for case in cases):
             raise ValueError(f"--trace: {':'.join(parts)!r} is no case of this run")
     if values.checked:
-        records.read(*records.there([values.checked]))  # what is wrong with it is said before ranks start
+        try:
+            records.read(*records.there([values.checked]))  # what is wrong with it is said before ranks start
+        except ValueError as problem:
+            raise ValueError(f"--checked: {problem}") from problem
     return {
         "protocol": {"samples": values.samples, "least": min(3, values.samples), "seconds": values.seconds},
         "check_len": check_len, "timed": values.time, "checked": values.checked, "deadline": values.deadline,

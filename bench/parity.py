@@ -141,8 +141,8 @@ def main() -> int:
     rows, left = run(values, console)
     tables.parity_table([row for row in rows if row["status"] != "unsupported"], console)
     count = {s: sum(row["status"] == s for row in rows) for s in records.STATUSES}
-    print(", ".join(f"{n} {status}" for status, n in count.items() if n)
-          + (f"; {left} cells are left: --resume" if left else ""))
+    told = ", ".join(f"{n} {status}" for status, n in count.items() if n) or "no cell is done"
+    print(told + (f"; {left} of this run are left: --resume" if left else ""))
     return 1 if len(rows) > count["ok"] + count["unsupported"] else 0
 
 

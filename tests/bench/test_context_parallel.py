@@ -233,7 +233,7 @@ def test_no_row_is_begun_past_the_budget(tmp_path, monkeypatch):
     ("--worlds=0", "--worlds: '0' is no positive number"), ("--worlds=9999", "--worlds: 9999, a host of "),
     ("--trace=ring", "--trace: 'ring' is no scheme:mask"),
     ("--trace=ring:prefix_lm_causal", "--trace: 'ring:prefix_lm_causal' is no case of this run"),
-    ("--kernel=all", "--kernel: 'all' is none of naive"), ("--checked=none", "records: no such file: none"),
+    ("--kernel=all", "--kernel: 'all' is none of naive"), ("--checked=none", "--checked: records: no such file: none"),
     ("--schemes=ring --ulysses=2", "--ulysses: only usp and loongtrain take one"),
     ("--inside", "--inside: jax times no step alone"),
     ("--head_groups=2 --schemes=ring", "--head_groups: only ulysses and all_gather take more than 1"),

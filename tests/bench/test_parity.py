@@ -69,6 +69,16 @@ def flagged(monkeypatch):
     return read
 
 
+@pytest.mark.parametrize("rows,left,told", [
+    ([], 2, "no cell is done; 2 of this run are left: --resume"), ([{"status": "unsupported"}], 0, "1 unsupported"),
+])
+def test_the_last_line_tells_what_is_done_and_what_is_left(rows, left, told, monkeypatch, capsys, flagged):
+    """Where the time was up before the first cell it began with a semicolon."""
+    monkeypatch.setattr(parity_main, "run", lambda values, console: (rows, left))
+    monkeypatch.setattr(parity_main, "flags", types.SimpleNamespace(FLAGS=flagged()))
+    assert parity_main.main() == 0 and capsys.readouterr().out.splitlines()[-1] == told
+
+
 def test_a_failing_cell_fails_the_run_and_repeats_by_its_command(tmp_path, monkeypatch, capsys, flagged):
     monkeypatch.setattr(parity_kernels, "cross_budget", lambda budget: dict.fromkeys(budget, 1e-12))
     cell = parity_kernels.cells(["sdpa"], ["causal"], ["tiny"], ["forward"], 3)[0]
