@@ -30,6 +30,7 @@ _interpret_wgmma = _Interpreter._interpret_wgmma_ref_p
 _interpret_inline = _Interpreter._interpret_inline_mgpu_p
 _copy_smem_to_gmem = callbacks.copy_smem_to_gmem
 _to_integer = shared_memory._to_int
+_wait = shared_memory.GPUSharedMemory.wait_smem_to_gmem
 
 
 def _allocate(self, token, value, eqn):
@@ -232,6 +233,14 @@ def _add(*, reduction_op, src_transforms, dst_transforms, **options):
     return options["token"]
 
 
+def _wait_for_copies(self, thread, n, wait_read_only):
+    """A warpgroup's copies are issued by a thread of its first warp, which waits for them where all warps wait."""
+    _wait(self, thread, n, wait_read_only)
+    if isinstance(thread, shared_memory.Warp) and thread.warp_id == 0:
+        whole = shared_memory.Warpgroup(thread.device_id, thread.cluster_id, thread.block_id, thread.warpgroup_id)
+        _wait(self, whole, n, wait_read_only)
+
+
 def _outside_registers(check):
     """A race check without registers: they belong to one warpgroup, and wgmma's writes to them are ordered."""
     registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
@@ -263,6 +272,7 @@ def install() -> None:
     callbacks.GPURaceDetectionState.check_read = _check_read
     callbacks.GPURaceDetectionState.check_write = _check_write
     callbacks.copy_smem_to_gmem = _add
+    shared_memory.GPUSharedMemory.wait_smem_to_gmem = _wait_for_copies
     _Interpreter.interpret = _interpret_with_rules
     _Interpreter._interpret_wgmma_ref_p = _wgmma
 
@@ -271,13 +281,22 @@ def install() -> None:
 def interpreted(detect_races: bool = False):
     """Traces under it run Mosaic GPU kernels in the extended interpreter, with its race detector if asked for.
 
-    The Hopper kernels are then available without a GPU.
+    The Hopper kernels are then available without a GPU. The detector starts anew with every kernel: AssertionError at
+    the end if it found a race in any.
     """
     install()
+    found, make = [], callbacks.GPURaceDetectionState
+
+    def kept(**options):
+        found.append(make(**options))
+        return found[-1]
+
     hardware = mock.patch.object(hopper_kernel, "missing_hardware", lambda: None)
     try:
         parameters = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
-        with hardware, plgpu.force_gpu_interpret_mode(parameters):
+        keeping = mock.patch.object(callbacks, "GPURaceDetectionState", kept)
+        with hardware, keeping, plgpu.force_gpu_interpret_mode(parameters):
             yield
+        assert not any(state.races_found for state in found)
     finally:
         callbacks.reset_gpu_interpret_mode_state()
