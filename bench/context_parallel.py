@@ -220,10 +220,9 @@ class Jobs:
             path.write_text(json.dumps(request))
             command = [sys.executable, "-m", f"bench.context_parallel_{stack}_worker", str(path), str(self.out)]
             try:
-                said = launch.spawn(
-                    command, world // self.hosts, deadline_s=seconds, hosts=self.hosts,
-                    host=self.host, coordinator=self.coordinator, environ=os.environ | ENVIRONMENT[stack])
-                print(said[0], end="", flush=True)
+                launch.spawn(
+                    command, world // self.hosts, deadline_s=seconds, hosts=self.hosts, host=self.host,
+                    coordinator=self.coordinator, environ=os.environ | ENVIRONMENT[stack], show=True)
             except RankFailure as failure:
                 self._blame(left, failure)
                 return

@@ -18,6 +18,7 @@ from bench import context_parallel_worker as worker
 from bench.cases import STACKS, ProblemSpec
 from bench.context_parallel_cases import Case, from_record, work_of
 from bench.timing import MOST_AHEAD
+from workload import ranks
 from workload.ranks import RankFailure
 
 SPEC = ProblemSpec("causal", 128, 0, 1, 4, 2, 16, "float32")
@@ -53,6 +54,17 @@ def test_a_failed_job_costs_one_row(tmp_path, monkeypatch, message, status):
     rows = records.read(out)
     assert [r["status"] for r in rows] == ["ok", status, "ok"] and jobs == [(3, 2), (1, 2)]
     assert message.splitlines()[0] in rows[1]["reason"]
+
+
+def test_rows_are_told_as_they_come_also_of_a_job_that_is_lost(tmp_path, monkeypatch, capfd):
+    """They were told when their job had ended, minutes later, and those of a lost one never."""
+    def spawn(command, count, **options):
+        command = [sys.executable, "-c", "print('a row'); raise SystemExit(3)"]
+        return ranks.spawn(command, 1, "127.0.0.1:1", deadline_s=9.0, show=options.get("show", False))
+
+    monkeypatch.setattr(context_parallel, "_launcher", lambda stack: types.SimpleNamespace(spawn=spawn))
+    context_parallel.Jobs(tmp_path / "rows.jsonl", {}, 5.0).run(CASES[:1])
+    assert capfd.readouterr().out.splitlines()[0] == "a row"
 
 
 def test_a_job_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
