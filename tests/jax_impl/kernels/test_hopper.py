@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl import kernels
 from jax_impl.kernels import flex, hopper_add, hopper_masks, hopper_order
 from jax_impl.kernels.hopper_backward import BackwardTiles
-from jax_impl.kernels.hopper_forward import ForwardTiles
+from jax_impl.kernels.hopper_forward import COMPILER, ForwardTiles
 from jax_impl.kernels.hopper_kernel import Tiles, default_tiles
-from jax_impl.kernels.hopper_statistics import begin, statistics
+from jax_impl.kernels.hopper_key_walk import KeyWalk
+from jax_impl.kernels.hopper_masks import Walk
+from jax_impl.kernels.hopper_statistics import TERMS, begin, ones, statistics
 from tests import conformance
 from tests.jax_impl import interpret_patch
 from tests.jax_impl.interpret_patch import interpreted
@@ -87,7 +90,8 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     group = np.arange(70) // 30
     predicate = Predicate(
         mask_mod=lambda b, h, i, j, q_values, kv_values: (q_values[0] == kv_values[0]) | (j % 3 == i % 3),
-        score_mod=lambda s, b, h, i, j: 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j),
+        score_mod=lambda s, b, h, i, j: jnp.where(
+            i == 5, -jnp.inf, 5.0 * jnp.tanh(s / 5.0) - 0.01 * (h + 1) * jnp.abs(i - j)),
         q_arrays=(group[:60],),
         kv_arrays=(group,),
     )
@@ -99,8 +103,11 @@ def test_a_predicate_and_a_score_mod_of_ones_own_with_their_gradient():
     def dense(q, k, v):
         s = jnp.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * problem.scale
         heads = jnp.arange(2)[None, :, None, None]
-        s = jnp.where(seen, predicate.score_mod(s, 0, heads, i, j), -jnp.inf)
-        return jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(s), v[:, :, 0]), jax.nn.logsumexp(s, axis=-1)
+        some = i != 5  # a row whose logits are all -inf sees nothing
+        s = jnp.where(some, jnp.where(seen, predicate.score_mod(s, 0, heads, i, j), -jnp.inf), 0.0)
+        p = jnp.where(some, jax.nn.softmax(s), 0.0)
+        lse = jnp.where(some[:, 0], jax.nn.logsumexp(s, axis=-1), -jnp.inf)
+        return jnp.einsum("bhij,bjd->bihd", p, v[:, :, 0]), lse
 
     wide = [x.astype(jnp.float32) for x in inputs]
     (out, lse), pull = jax.vjp(dense, *wide[:3])
@@ -228,7 +235,8 @@ def test_what_nobody_sees_is_no_block_where_parts_are_added(parts):
 
 
 @pytest.mark.parametrize("q_heads,kv_heads,tokens,want", [
-    (64, 8, 1024, 64), (64, 8, 2048, 32), (64, 8, 8192, 8), (64, 64, 8192, 4), (8, 8, 1024, 8), (1, 1, 200, 1)])
+    (64, 8, 1024, 64), (64, 8, 2048, 32), (64, 8, 8192, 8), (64, 64, 8192, 4), (64, 64, 6144, 8), (6, 6, 8192, 6),
+    (8, 8, 1024, 8), (1, 1, 200, 1)])
 def test_the_forward_has_few_heads_in_work_that_fill_the_card_and_fit_the_cache(q_heads, kv_heads, tokens, want):
     problem = AttentionProblem(masks.full(tokens, tokens), 1, q_heads, kv_heads, 128, DTYPE)
     first = np.asarray(kernels.get("flashmask").prepare(problem).forward.order)[:132, 1]
@@ -268,6 +276,33 @@ def test_three_bfloat16_terms_are_a_float32():
     total = np.asarray(terms[:, :3], np.float64).sum(axis=1)
     np.testing.assert_allclose(total[:-1], x[:-1].astype(np.float32), rtol=2**-23)
     assert total[-1] < -1e29 and not np.asarray(terms[:, 3:], np.float64).any()
+
+
+def test_a_product_with_ones_adds_all_terms_of_its_vector():
+    shape = (2, 64, TERMS)
+
+    def body(out_g, out_s):
+        for vector in range(2):
+            out_s[vector] = ones(vector)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    with interpreted():
+        out = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(shape, DTYPE), compiler_params=COMPILER,
+                           scratch_types={"out_s": plgpu.SMEM(shape, DTYPE)})()
+    vectors = np.random.default_rng(0).normal(size=(2, 40)).astype(np.float32)
+    terms = np.asarray(jax.jit(statistics)(*vectors), np.float64)
+    got = np.asarray(out, np.float64) @ terms.T
+    np.testing.assert_allclose(got, np.broadcast_to(vectors[:, None], got.shape), rtol=2**-23)
+
+
+@pytest.mark.parametrize("tile", [0, 1, 5, 19])
+@pytest.mark.parametrize("full", [1, 7, 40])
+def test_full_steps_of_neighbouring_walks_begin_apart_and_come_once(tile, full):
+    walk = KeyWalk(None, [], None, 1, jnp.int32(tile))
+    came = [int(walk._apart(Walk(3, 3 + full, None), jnp.int32(n))) for n in range(3, 3 + full)]
+    assert sorted(came) == list(range(3, 3 + full)) and came[0] == 3 + min(tile % 16, full) % full
 
 
 @pytest.mark.slow
