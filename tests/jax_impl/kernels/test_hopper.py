@@ -235,12 +235,17 @@ def test_what_nobody_sees_is_no_block_where_parts_are_added(parts):
 
 
 @pytest.mark.parametrize("q_heads,kv_heads,tokens,want", [
-    (64, 8, 1024, 64), (64, 8, 2048, 32), (64, 8, 8192, 8), (64, 64, 8192, 4), (64, 64, 6144, 8), (6, 6, 8192, 6),
-    (8, 8, 1024, 8), (1, 1, 200, 1)])
+    (64, 8, 1024, 64), (64, 8, 2048, 32), (64, 8, 8192, 8), (64, 64, 8192, 4), (8, 8, 1024, 8), (1, 1, 200, 1)])
 def test_the_forward_has_few_heads_in_work_that_fill_the_card_and_fit_the_cache(q_heads, kv_heads, tokens, want):
     problem = AttentionProblem(masks.full(tokens, tokens), 1, q_heads, kv_heads, 128, DTYPE)
     first = np.asarray(kernels.get("flashmask").prepare(problem).forward.order)[:132, 1]
     assert set(first % q_heads) == set(range(want))
+
+
+@pytest.mark.parametrize("q_heads,kv_heads,tiles,want", [
+    (64, 8, 63, 8), (64, 8, 62, 16), (64, 64, 63, 8), (64, 64, 62, 16), (6, 6, 130, 6), (12, 6, 130, 4), (64, 8, 7, 64)])
+def test_heads_that_have_four_items_a_processor_are_those_of_whole_kv_heads(q_heads, kv_heads, tiles, want):
+    assert hopper_order.heads_with_work(q_heads, kv_heads, tiles) == want
 
 
 @pytest.mark.parametrize("greedy", [True, False])
