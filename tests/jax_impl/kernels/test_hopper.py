@@ -243,7 +243,7 @@ def test_the_forward_has_few_heads_in_work_that_fill_the_card_and_fit_the_cache(
 
 
 @pytest.mark.parametrize("q_heads,kv_heads,tiles,want", [
-    (64, 8, 63, 8), (64, 8, 62, 16), (64, 64, 63, 8), (64, 64, 62, 16), (6, 6, 130, 6), (12, 6, 130, 4), (64, 8, 7, 64)])
+    (64, 8, 63, 8), (64, 8, 62, 16), (64, 64, 63, 8), (64, 64, 62, 16), (6, 6, 130, 6), (12, 6, 130, 4), (8, 2, 7, 8)])
 def test_heads_that_have_four_items_a_processor_are_those_of_whole_kv_heads(q_heads, kv_heads, tiles, want):
     assert hopper_order.heads_with_work(q_heads, kv_heads, tiles) == want
 
