@@ -1,14 +1,13 @@
 """flex_sparse: the flex kernel over block lists, on Hopper: blocks say where, a traced predicate and logits say what.
 
 Lists take the place of the runs of `flex`; the causal diagonal and the ragged end are a predicate on the rows' limits.
-A mask_mod of one's own narrows the listed blocks further, a score_mod changes logits. Where the tiles do not divide the
-blocks, every block is laid out on tiles of its own, and the predicate is asked of the tokens that stand there. Blocks
-that 128 does not divide have a forward of tiles of 64, which gathers two pieces of keys a step (hopper_sparse_forward).
+A mask_mod of one's own narrows the listed blocks further, a score_mod changes logits. Blocks that 128 does not divide
+run in the kernels of `vsa` (hopper_sparse.py), in tiles of 64, and the predicate is asked there; where 64 does not
+divide them, every block is laid out on tiles of its own, and the predicate is asked of the tokens that stand there.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_impl.kernels import hopper_kernel
+from jax_impl.kernels import hopper_kernel, hopper_sparse
 from jax_impl.kernels.base import Kernel
-from jax_impl.kernels.flex import Traced, _pad
+from jax_impl.kernels.flex import Traced
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles, round_up
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
-from jax_impl.kernels.hopper_lists import Layout, Lists, Pieces, by_key, by_query, listed, pieces
+from jax_impl.kernels.hopper_lists import NEVER, Layout, Lists, by_key, by_query, listed, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
-from jax_impl.kernels.hopper_sparse import NARROW, WIDE, default_schedules, heads_last, over_lists
+from jax_impl.kernels.hopper_sparse import NARROW, WIDE, SparseOperands
 from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.predicate import Predicate, check_seen, given
@@ -106,20 +105,28 @@ class _Places:
 
 @dataclasses.dataclass(frozen=True)
 class _Within:
-    """Keys before the row's limit, q_values[0], that a mask_mod sees too; it reads the arrays after that one."""
+    """What the mask leaves of a listed piece, and a mask_mod of that.
+
+    The first of the rows' arrays is the mask's: the keys before it are seen, or the queries from it on. The mask_mod
+    reads the others.
+    """
 
     mask_mod: Callable | None
     queries: _Places
     keys: _Places
+    by_key: bool
 
     def __call__(self, b, h, i, j, q_values, kv_values):
-        key, held = self.keys.token(j), self.keys.held(j)
-        seen = key < q_values[0]
-        if held is not None:
-            seen = seen & held
+        query, key = self.queries.token(i), self.keys.token(j)
+        if self.by_key:  # of a place without a key it is past every query
+            (first, *kv_values) = kv_values
+            seen = query >= first
+        else:
+            (limit, *q_values), held = q_values, self.keys.held(j)
+            seen = key < limit if held is None else (key < limit) & held
         if self.mask_mod is None:
             return seen
-        own = self.mask_mod(b, h, self.queries.token(i), key, q_values[1:], kv_values)
+        own = self.mask_mod(b, h, query, key, tuple(q_values), tuple(kv_values))
         check_seen(own)
         return seen & own
 
@@ -138,97 +145,123 @@ class _Scored:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FlexSparseOperands:
-    """The policies of both passes, and where each has its tokens.
+class Asked:
+    """What is asked of listed pieces, whichever the lists.
 
     Attributes:
-      policies: `Traced` over `ListPolicy`, as the Hopper kernels read them; the forward's of narrow tiles are for
-        `sparse_forward`.
-      forward, backward: layouts of queries and of keys; None where tokens stay where they are.
+      row_arrays, column_arrays, mask_mod, score_mod, n_columns: as of `Traced`.
+      every: whether pieces that the mask leaves whole are asked too.
+      q_heads: query heads.
     """
 
-    policies: HopperOperands
-    forward: tuple[Layout, Layout] | None
-    backward: tuple[Layout, Layout] | None
+    row_arrays: tuple[jax.Array, ...]
+    column_arrays: tuple[jax.Array, ...]
+    mask_mod: Callable = dataclasses.field(metadata={"static": True})
+    score_mod: Callable | None = dataclasses.field(metadata={"static": True})
+    n_columns: int = dataclasses.field(metadata={"static": True})
+    every: bool = dataclasses.field(metadata={"static": True})
+    q_heads: int = dataclasses.field(metadata={"static": True})
+
+    def over(self, lists: Lists) -> Traced:
+        """The policy over these lists."""
+        if self.every:
+            lists = dataclasses.replace(lists, full=jnp.zeros_like(lists.full))
+        return Traced(ListPolicy(lists, self.q_heads), self.row_arrays, self.column_arrays, self.mask_mod,
+                      self.score_mod, self.n_columns, lists.rows, lists.piece, lists.by_key)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlexSparseOperands:
+    """The mask as the passes read it: in wide tiles or in narrow ones, None for the other.
+
+    Attributes:
+      wide: policies, as the Hopper kernels of static masks read them.
+      narrow: lists, as `vsa` has them.
+      asked: of the narrow lists, by query and by key; None without a predicate.
+    """
+
+    wide: HopperOperands | None
+    narrow: SparseOperands | None
+    asked: tuple[Asked, Asked] | None
 
 
 def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | None = None) -> FlexSparseOperands:
-    """The lists of both passes as policies of the Hopper kernels.
+    """The lists of both passes, and what is asked of their pieces.
 
     Args:
       predicate: a mask_mod and a score_mod besides the mask; a mask_mod is asked in every listed tile. TypeError or
         ValueError as of `workload.predicate.given`.
     """
     mask, used = problem.mask, given(predicate, problem)
+    if mask.block % WIDE:
+        return _narrow(problem, used, device)
     columns = NARROW if problem.head_dim == 128 else WIDE
     side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))
-
-    def traced(lists: Lists, cut: Pieces) -> Traced:
-        if used.mask_mod is not None:  # every piece takes the element test
-            lists = dataclasses.replace(lists, full=jnp.zeros_like(lists.full))
-        laid = cut.q_layout is not None
-        queries, keys = (_Places(mask.block, round_up(mask.block, n) if laid else mask.block)
-                         for n in (cut.q_tile, cut.kv_tile))
-        arrays = ((mask.limits, *used.q_arrays), used.kv_arrays)
-        if laid:
-            arrays = tuple(tuple(_at_places(x, layout) for x in of)
-                           for of, layout in zip(arrays, (cut.q_layout, cut.kv_layout), strict=True))
-        if lists.by_key:
-            arrays = arrays[::-1]
-        padded = (tuple(jax.device_put(_pad(x, tokens), device) for x in of)
-                  for of, tokens in zip(arrays, (lists.tiles * lists.rows, lists.piece), strict=True))
-        base = ListPolicy(lists, problem.q_heads)
-        scored = used.score_mod and _Scored(used.score_mod, queries, keys)
-        across = problem.q_len if lists.by_key else problem.kv_len
-        length = lists.piece if laid else across  # what is laid out ends in a whole tile
-        return Traced(base, *padded, _Within(used.mask_mod, queries, keys), scored, length, lists.rows, lists.piece,
-                      lists.by_key)
-
-    narrow = mask.block % WIDE != 0
-    tile = NARROW if narrow else WIDE
-    cuts = pieces(mask, tile, tile, narrow), pieces(mask, columns, WIDE, False)
-    policies = (traced(way(cut, listed(cut, device), device), cut)
-                for way, cut in zip((by_query, by_key), cuts, strict=True))
-    return FlexSparseOperands(HopperOperands(*policies, None, tiles), *(_layouts(cut, device) for cut in cuts))
+    cuts = pieces(mask, WIDE, WIDE, False), pieces(mask, columns, WIDE, False)
+    policies = (asked.over(way(cut, listed(cut, device), device))
+                for asked, way, cut in zip(_asked(problem, used, None, device), (by_query, by_key), cuts, strict=True))
+    return FlexSparseOperands(HopperOperands(*policies, None, tiles), None, None)
 
 
-def _layouts(cut: Pieces, device) -> tuple[Layout, Layout] | None:
-    """Those of the first head: blocks of one size stand alike for all."""
-    if cut.q_layout is None:
-        return None
-    return jax.device_put(tuple(Layout(x.token[:1], x.place[:1]) for x in (cut.q_layout, cut.kv_layout)), device)
+def _narrow(problem: AttentionProblem, used: Predicate, device) -> FlexSparseOperands:
+    lists = hopper_sparse.prepare(problem, device)
+    layouts = lists.q_layout and [Layout(x.token[:1], x.place[:1]) for x in (lists.q_layout, lists.kv_layout)]
+    if layouts:  # blocks of one size stand alike for all heads
+        lists = dataclasses.replace(lists, q_layout=layouts[0], kv_layout=layouts[1])
+    if used.mask_mod is None and used.score_mod is None:
+        return FlexSparseOperands(None, lists, None)
+    asked = _asked(problem, used, layouts, device)
+    forward = lists.schedules.forward  # key values take the room of a tile
+    forward = dataclasses.replace(forward, slots=forward.slots - bool(used.kv_arrays))
+    schedules = dataclasses.replace(lists.schedules, forward=forward)
+    return FlexSparseOperands(None, dataclasses.replace(lists, schedules=schedules), asked)
 
 
-def _at_places(x: np.ndarray, layout: Layout) -> np.ndarray:
-    """A vector by token as one by place, 0 where none stands."""
-    return np.append(x, 0)[layout.token[0] - 1]
+def _asked(problem: AttentionProblem, used: Predicate, layouts, device) -> tuple[Asked, Asked]:
+    """What is asked by query and by key, in tiles of 128 keys or pairs of 64."""
+    mask = problem.mask
+    first = np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right")
+    stride = round_up(mask.block, NARROW) if layouts else mask.block
+    places = _Places(mask.block, stride)
+    scored = used.score_mod and _Scored(used.score_mod, places, places)
+
+    def put(arrays, axis: int, fill=0):
+        """Vectors by token as those by place, in whole tiles; `fill` where none stands."""
+        token = np.asarray(layouts[axis].token[0]) if layouts else 1 + np.arange((problem.q_len, problem.kv_len)[axis])
+        token = np.pad(token, (0, -len(token) % WIDE))
+        return tuple(jax.device_put(np.append(x, fill).astype(np.int32)[token - 1], device) for x in arrays)
+
+    def asked(by_key: bool):
+        q_arrays, kv_arrays = put(used.q_arrays, 0), put(used.kv_arrays, 1)
+        length = WIDE  # whole tiles: queries past the last have an infinite lse, and what is laid out is told by `held`
+        if by_key:
+            rows, columns = (*put([first], 1, NEVER), *kv_arrays), q_arrays
+        else:
+            rows, columns = (*put([mask.limits], 0), *q_arrays), kv_arrays
+            length = length if layouts else problem.kv_len
+        test = _Within(used.mask_mod, places, places, by_key)
+        return Asked(rows, columns, test, scored, length, used.mask_mod is not None, problem.q_heads)
+
+    return asked(False), asked(True)
 
 
 def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
-    policy = cast(Traced, operands.policies.forward)
-    if policy.row_tokens == WIDE or not q.size or not k.size:
-        return hopper_kernel.forward(q, k, v, operands.policies, scale, out_dtype=out_dtype)
-    tiles = default_schedules(q.shape[-1], wide=False).forward
-    if policy.values:  # they take the room of a tile
-        tiles = dataclasses.replace(tiles, slots=tiles.slots - 1)
-    lists = cast(ListPolicy, policy.tiles).lists
-    return over_lists(q, k, v, lists, operands.forward, scale, tiles, out_dtype=out_dtype, policy=policy)
+    if operands.narrow is None:
+        return hopper_kernel.forward(q, k, v, operands.wide, scale, out_dtype=out_dtype)
+    asked = operands.asked and operands.asked[0].over
+    return hopper_sparse.forward(q, k, v, operands.narrow, scale, out_dtype=out_dtype, policy=asked)
 
 
 def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float, *, grad_dtype=None, delta=None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract."""
-    if operands.backward is None or not q.size or not k.size:
-        return hopper_kernel.backward(
-            q, k, v, out, lse, dout, operands.policies, scale, grad_dtype=grad_dtype, delta=delta)
-    queries, keys = operands.backward
-    lse = heads_last(queries.spread(heads_last(lse), -jnp.inf))
-    delta = delta if delta is None else heads_last(queries.spread(heads_last(delta)))
-    dq, dk, dv = hopper_kernel.backward(
-        queries.spread(q), keys.spread(k), keys.spread(v), queries.spread(out), lse, queries.spread(dout),
-        operands.policies, scale, grad_dtype=grad_dtype, delta=delta)
-    return queries.gather(dq), keys.gather(dk), keys.gather(dv)
+    options = {"grad_dtype": grad_dtype, "delta": delta}
+    if operands.narrow is None:
+        return hopper_kernel.backward(q, k, v, out, lse, dout, operands.wide, scale, **options)
+    asked = operands.asked and operands.asked[1].over
+    return hopper_sparse.backward(q, k, v, out, lse, dout, operands.narrow, scale, policy=asked, **options)
 
 
 KERNEL = Kernel(

@@ -6,6 +6,7 @@ then walk together what both of them see, and the rest each on its own.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +88,20 @@ def heads_last(x):
     return x.transpose(0, 2, 1)
 
 
-def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None):
-    """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
+def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None,
+            policy: Callable[[Lists], Policy] | None = None):
+    """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract.
+
+    policy: of given lists, what is asked of their pieces, and logits changed.
+    """
     if not q.size or not k.size:
         lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
     layouts = operands.q_layout and (operands.q_layout, operands.kv_layout)
     if layouts:
         k, v = _apart(k, v, q.shape[2], operands.forward)
-    return over_lists(q, k, v, operands.forward, layouts, scale, operands.schedules.forward, out_dtype=out_dtype)
+    return over_lists(q, k, v, operands.forward, layouts, scale, operands.schedules.forward, out_dtype=out_dtype,
+                      policy=policy and policy(operands.forward))
 
 
 def over_lists(q, k, v, lists: Lists, layouts: tuple[Layout, Layout] | None, scale: float, tiles: SparseTiles, *,
@@ -116,10 +122,11 @@ def over_lists(q, k, v, lists: Lists, layouts: tuple[Layout, Layout] | None, sca
     return out[:, :q_len], lse[:, :, :q_len]
 
 
-def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *, grad_dtype=None, delta=None):
+def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *, grad_dtype=None, delta=None,
+             policy: Callable[[Lists], Policy] | None = None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract.
 
-    dq is summed by additions in an order of chance; dk and dv are the same bits every time.
+    dq is summed by additions in an order of chance; dk and dv are the same bits every time. policy: as of `forward`.
     """
     grad_dtype = jnp.dtype(grad_dtype or q.dtype)
     if not q.size or not k.size:
@@ -144,7 +151,8 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
         q, dout, k, v = layouts[0].spread(q), layouts[0].spread(dout), layouts[1].spread(k), layouts[1].spread(v)
     dq, dk, dv = sparse_backward(
         *whole_rows(q, k, v, dout), lse, delta, lists, operands.apart, scale, operands.schedules.backward,
-        grad_dtype=jnp.dtype(jnp.float32) if apart > 1 else grad_dtype, dq_scale=dq_scale, dq_dtype=grad_dtype)
+        grad_dtype=jnp.dtype(jnp.float32) if apart > 1 else grad_dtype, dq_scale=dq_scale, dq_dtype=grad_dtype,
+        policy=policy)
     if layouts[0] is None:
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:

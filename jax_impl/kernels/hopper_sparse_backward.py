@@ -6,6 +6,7 @@ many, what a tile sees alone (hopper_sparse_roles.py) all of them. Blocks of 128
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 from jax_impl.kernels.hopper_add import by_token, register_shape
 from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up
 from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid
+from jax_impl.kernels.hopper_masks import Policy
+from jax_impl.kernels.hopper_sparse_forward import ROWS
+from jax_impl.kernels.hopper_sparse_keys import KeyGrid
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles, pairs_backward
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles, roles_backward
 from jax_impl.kernels.hopper_statistics import statistics
@@ -43,7 +46,7 @@ def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> 
 
 def sparse_backward(
     q, k, v, dout, lse, delta, shared: Lists, apart: Lists | None, scale: float, tiles: SparseBackwardTiles, *,
-    grad_dtype, dq_scale: float, dq_dtype
+    grad_dtype, dq_scale: float, dq_dtype, policy: Callable[[Lists], Policy] | None = None
 ):
     """dq, dk and dv over the listed pieces.
 
@@ -55,6 +58,7 @@ def sparse_backward(
       scale: not 0.
       grad_dtype: of dk and dv.
       dq_scale, dq_dtype: what the sum that is dq is multiplied by, and its dtype.
+      policy: of given lists, what is asked of their pieces, and logits changed.
 
     Returns: dq [batch, whole pieces, q_heads, head_dim]; dk, dv [batch, whole tiles, kv_heads, head_dim].
     """
@@ -67,14 +71,17 @@ def sparse_backward(
         return KeyGrid(batch, kv_heads, lists.tiles, group, side, lists.heads)
 
     dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
-    lse, delta = -lse / (scale * LOG2E), -delta
+    asked = policy or (lambda lists: None)
+    changed = policy is not None and policy(shared).changes_scores
+    lse, delta = -lse if changed else -lse / (scale * LOG2E), -delta
     grouped = group > 1
     part = grad_dtype if grouped or apart is None else jnp.dtype(jnp.float32)
-    grads = pairs_backward(q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part)
+    grads = pairs_backward(q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part,
+                           policy=asked(shared))
     if apart is not None:
         rest = roles_backward(
-            q, k, v, dout, statistics(lse, delta), dq, apart, scale, tiles.roles, grid(apart), grad_dtype=grad_dtype,
-            before=() if grouped else grads)
+            q, k, v, dout, statistics(None if changed else lse, delta), dq, apart, scale, tiles.roles, grid(apart),
+            grad_dtype=grad_dtype, before=() if grouped else grads, policy=asked(apart), lse=lse)
         grads = [x.astype(jnp.float32) + y for x, y in zip(grads, rest, strict=True)] if grouped else rest
     if grouped:  # one pass over 16-bit parts costs less than sums in memory at the end of every thread block
         grads = [x.reshape(*x.shape[:2], kv_heads, group, dim).sum(axis=3, dtype=jnp.float32).astype(grad_dtype)

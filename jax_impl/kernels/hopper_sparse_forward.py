@@ -170,41 +170,6 @@ def row_tile(refs: ListRefs, head, place):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyGrid:
-    """Which keys and which query head each thread block of a backward kernel takes.
-
-    Blocks of a head follow each other, so that its queries, douts and dq stay in the cache.
-
-    Attributes:
-      batch, kv_heads, tiles: how many there are, tiles of keys.
-      group: query heads of a kv head.
-      side: kv heads that run side by side.
-      mask_heads: masks held.
-    """
-
-    batch: int
-    kv_heads: int
-    tiles: int
-    group: int
-    side: int
-    mask_heads: int
-
-    names = ("batch", "section", "member", "place", "side")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The kernel's grid."""
-        return self.batch, self.kv_heads // self.side, self.group, self.tiles, self.side
-
-    def here(self, refs: ListRefs):
-        """(batch entry, kv head, query head, walk) of this thread block."""
-        kv_head = lax.axis_index("section") * self.side + lax.axis_index("side")
-        mask_head = lax.div(kv_head * self.mask_heads, jnp.int32(self.kv_heads))
-        walk = walk_of(refs, mask_head, row_tile(refs, mask_head, lax.axis_index("place")), 1)
-        return lax.axis_index("batch"), kv_head, kv_head * self.group + lax.axis_index("member"), walk
-
-
-@dataclasses.dataclass(frozen=True)
 class _Forward:
     """The kernel's body and what it closes over."""
 

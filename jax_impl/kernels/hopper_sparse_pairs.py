@@ -15,11 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, add, register_shape, wait
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, drain, load_values, shared_tile
 from jax_impl.kernels.hopper_inline import fence, opaque_zero, rounded, widened
 from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_masks import COLUMN, ROW, TILE
-from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, KeyGrid, ListRefs, Walk
+from jax_impl.kernels.hopper_masks import TILE, Policy
+from jax_impl.kernels.hopper_sparse_forward import CONSUMERS, ROWS, Walk
+from jax_impl.kernels.hopper_sparse_keys import KeyGrid, KeyTile, of_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +37,23 @@ class PairTiles:
 
 
 def pairs_backward(
-    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, grid: KeyGrid, *, grad_dtype
+    q, k, v, dout, lse, delta, dq, lists: Lists, scale: float, tiles: PairTiles, grid: KeyGrid, *, grad_dtype,
+    policy: Policy | None = None
 ):
     """Every query head's dk and dv of the lists, whose rows are 128 keys; see `hopper_sparse_backward.sparse_backward`.
 
     Args:
-      lse, delta: float32 [batch, q_heads, whole pieces], both negative, lse in units of the logits.
+      lse, delta: float32 [batch, q_heads, whole pieces], both negative, lse in units of the logits, or in base 2 where
+        a policy changes them.
       dq: a reference to float32 [batch, q_heads * pieces, *register_shape(head_dim)], to which dq is added.
       grid: of the thread blocks.
+      policy: the element test, and logits changed; its operands begin with those of the lists.
 
     Returns: dk, dv [batch, tiles * 128, q_heads, head_dim].
     """
     batch, _, q_heads, dim = q.shape
-    dtype, slots, bar = q.dtype, tiles.slots, plgpu.Barrier
-    kernel = _Pairs(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype)
+    dtype, slots, bar, values = q.dtype, tiles.slots, plgpu.Barrier, policy.values if policy else 0
+    kernel = _Pairs(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, policy)
     grad = jax.ShapeDtypeStruct((batch, lists.tiles * lists.rows, q_heads, dim), grad_dtype)
     scratch = {
         "k_s": shared_tile((CONSUMERS * ROWS, dim), dtype),
@@ -60,11 +64,13 @@ def pairs_backward(
         "ds_s": shared_tile((2 if kernel.halves else 1, CONSUMERS * ROWS, ROWS), dtype),
         "dq_s": plgpu.SMEM((CONSUMERS, *register_shape(PART)), jnp.float32),
         "kv_ready": bar(num_arrivals=2),
-        "ready": bar(num_arrivals=2, num_barriers=slots),
+        "ready": bar(num_arrivals=2 + values, num_barriers=slots),
         "free": bar(num_arrivals=CONSUMERS, num_barriers=slots),
     }
     if kernel.halves:
         scratch["ds_ready"] = bar(num_arrivals=CONSUMERS)
+    if values:
+        scratch["values_s"] = [plgpu.SMEM((slots, ROWS), jnp.int32) for _ in range(values)]
     return plgpu.kernel(
         kernel.body,
         out_type=[grad, grad],
@@ -75,7 +81,7 @@ def pairs_backward(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_pairs",
-    )(q, k, v, dout, lse, delta, dq, *lists.operands())
+    )(q, k, v, dout, lse, delta, dq, *(policy or lists).operands())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +108,7 @@ class _Scratch:
     ready: jax.Ref
     free: jax.Ref
     ds_ready: jax.Ref | None = None
+    values_s: list[jax.Ref] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +122,7 @@ class _Pairs:
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
+    policy: Policy | None
 
     @property
     def halves(self) -> bool:
@@ -123,30 +131,33 @@ class _Pairs:
 
     def body(self, q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, *refs, **scratch):
         """One thread block: two tiles of keys of a kv head, in one of its query heads."""
-        *lists, dk_g, dv_g = refs
-        s, refs = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
-        here, warpgroup = self.grid.here(refs), lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, *here))
+        *refs, dk_g, dv_g = refs
+        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, delta_g, dq_g, dk_g, dv_g, **scratch)
+        here, warpgroup = self.grid.here(refs, self.policy), lax.axis_index("warpgroup")
+        pl.when(warpgroup == CONSUMERS)(lambda: _produce(self, s, here))
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(self.tiles.registers[0], action="increase")
-            _Consumer(self, s, *here, warpgroup).run()
+            _Consumer(self, s, here, warpgroup).run()
 
 
-def _produce(kernel: _Pairs, s: _Scratch, batch, kv_head, q_head, walk: Walk):
+def _produce(kernel: _Pairs, s: _Scratch, here: KeyTile):
     """Loads the keys and values once, then keeps the ring of queries and douts full."""
     plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
-    slots, keys = jnp.int32(kernel.tiles.slots), pl.ds(walk.tile * CONSUMERS * ROWS, CONSUMERS * ROWS)
-    plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, kv_head], s.k_s, s.kv_ready)
-    plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, kv_head], s.v_s, s.kv_ready)
+    head, walk, slots = here.head, here.walk, jnp.int32(kernel.tiles.slots)
+    keys = pl.ds(walk.tile * CONSUMERS * ROWS, CONSUMERS * ROWS)
+    plgpu.copy_gmem_to_smem(s.k_g.at[head.batch, keys, head.kv], s.k_s, s.kv_ready)
+    plgpu.copy_gmem_to_smem(s.v_g.at[head.batch, keys, head.kv], s.v_s, s.kv_ready)
 
     def load(turn, gmem, stats, piece):
         slot, rows = lax.rem(turn, slots), pl.ds(piece * ROWS, ROWS)
         pl.when(turn >= slots)(lambda: plgpu.barrier_wait(s.free.at[slot]))
-        s.where_s[slot] = q_head * kernel.pieces + piece  # consumers read it, so that they hold no state of the walk
-        plgpu.copy_gmem_to_smem(gmem.at[batch, rows, q_head], s.ring_s.at[slot], s.ready.at[slot])
-        plgpu.copy_gmem_to_smem(stats.at[batch, q_head, rows], s.stat_s.at[slot], s.ready.at[slot])
+        s.where_s[slot] = head.q * kernel.pieces + piece  # consumers read it, so that they hold no state of the walk
+        plgpu.copy_gmem_to_smem(gmem.at[head.batch, rows, head.q], s.ring_s.at[slot], s.ready.at[slot])
+        plgpu.copy_gmem_to_smem(stats.at[head.batch, head.q, rows], s.stat_s.at[slot], s.ready.at[slot])
+        if kernel.policy is not None:  # read with the queries; the douts' barrier counts as many
+            load_values(kernel.policy, here.refs, rows, slot, s.values_s, s.ready)
 
     def visit(n, _):
         piece = walk.index(n, 0)
@@ -163,11 +174,13 @@ class _Consumer:
 
     kernel: _Pairs
     s: _Scratch
-    batch: jax.Array
-    kv_head: jax.Array
-    q_head: jax.Array
-    walk: Walk
+    here: KeyTile
     warpgroup: jax.Array
+
+    @property
+    def walk(self) -> Walk:
+        """The pieces of queries."""
+        return self.here.walk
 
     @property
     def _mine(self):
@@ -183,9 +196,9 @@ class _Consumer:
         return pl.ds((self.warpgroup + opaque_zero(n)) * ROWS, ROWS)
 
     @property
-    def _keys(self):
-        """Its tokens."""
-        return pl.ds((self.walk.tile * CONSUMERS + self.warpgroup) * ROWS, ROWS)
+    def _key0(self):
+        """Its first key."""
+        return (self.walk.tile * CONSUMERS + self.warpgroup) * ROWS
 
     def run(self):
         """Runs all steps and writes dk and dv."""
@@ -193,7 +206,7 @@ class _Consumer:
         plgpu.barrier_wait(s.kv_ready)
         accumulator = plgpu.ACC((ROWS, kernel.dim), jnp.float32)
         dk, dv = pl.run_scoped(self._all_steps, accumulator, accumulator)
-        here = self.batch, self._keys, self.q_head
+        here = self.here.head.batch, pl.ds(self._key0, ROWS), self.here.head.q
         if kernel.halves:  # the other warpgroup's last dq reads these keys too
             plgpu.barrier_arrive(s.ds_ready)
             plgpu.barrier_wait(s.ds_ready)
@@ -213,7 +226,7 @@ class _Consumer:
             s.ds_s[1, self._mine] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.kernel.dtype), TILE)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.ds_ready)
-        start = self.q_head * self.kernel.pieces
+        start = self.here.head.q * self.kernel.pieces
         last = self.walk.each_piece(functools.partial(self._step, dk_ref, dv_ref), start)
         if self.kernel.halves:
             plgpu.barrier_wait(s.ds_ready)
@@ -247,27 +260,27 @@ class _Consumer:
 
     def _start(self, ref, slot):
         """Starts an accumulator from its queries' lse or delta, so that no registers hold those later."""
-        plgpu.barrier_wait(self.s.ready.at[slot])
-        ref[...] = lax.broadcast_in_dim(plgpu.load(self.s.stat_s.at[slot], layout=COLUMN), (ROWS, ROWS), [1])
+        ref[...] = lax.broadcast_in_dim(of_columns(self.s.stat_s.at[slot]), (ROWS, ROWS), [1])
 
     def _gradient(self, masked: bool, dv_ref, n, s_ref, dp_ref):
         """Gradients of the logits [keys, queries], in 16 bits; issues dv."""
-        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        s, kernel, here = self.s, self.kernel, self.here
         q_slot, do_slot = self._slot(2 * n), self._slot(2 * n + 1)
-        self._start(s_ref, q_slot)
+        plgpu.barrier_wait(s.ready.at[q_slot])
+        if not here.changes_scores:
+            self._start(s_ref, q_slot)
         plgpu.wgmma(s_ref, s.k_s.at[self._operand(n)], s.ring_s.at[q_slot].transpose((1, 0)))
+        plgpu.barrier_wait(s.ready.at[do_slot])
         self._start(dp_ref, do_slot)  # a store into an accumulator waits for the products issued before it
         plgpu.wgmma(dp_ref, s.v_s.at[self._operand(n)], s.ring_s.at[do_slot].transpose((1, 0)))
-        p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=1) * (kernel.scale * LOG2E))
-        if masked:
-            piece = lax.rem(s.where_s[q_slot], jnp.int32(kernel.pieces))
-            first = self.walk.refs.starts[self.walk.head, piece]  # padded queries have an infinite lse
-            low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
-            query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-            p = jnp.where(query >= lax.broadcast_in_dim(low - first, shape, [0]), p, 0.0)
-        p = rounded(p, kernel.dtype)  # dS is computed from p as rounded for dv, which frees registers
+        p, weight = here.weights(
+            plgpu.wgmma_accumulator_load(s_ref, wait_n=1), kernel.scale, lambda: self._key0,
+            lambda: lax.rem(s.where_s[q_slot], jnp.int32(kernel.pieces)), masked,
+            lambda: of_columns(s.stat_s.at[q_slot]), lambda: tuple(x.at[q_slot] for x in s.values_s))
+        same, p = weight is p, rounded(p, kernel.dtype)
         plgpu.wgmma(dv_ref, p, s.ring_s.at[do_slot])
-        return (widened(p) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
+        weight = p if same else rounded(weight, kernel.dtype)  # as rounded for dv, which frees registers
+        return (widened(weight) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
 
     def _products(self, dk_ref, ds, n, half, where, dq_ref):
         """dk, and a share of dq: of the step before where the warpgroups halve it."""
@@ -294,4 +307,4 @@ class _Consumer:
         """Adds a share of dq to device memory; where: the query head and piece."""
         rows = register_shape(PART)[0]
         features = pl.ds((self.warpgroup if self.kernel.halves else 0) * rows, rows)
-        add(dq, self.s.dq_s.at[self.warpgroup], self.s.dq_g.at[self.batch, where, features])
+        add(dq, self.s.dq_s.at[self.warpgroup], self.s.dq_g.at[self.here.head.batch, where, features])

@@ -16,10 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, add, register_shape, wait
-from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, drain, shared_tile
+from jax_impl.kernels.hopper_forward import COMPILER, drain, load_values, shared_tile
 from jax_impl.kernels.hopper_lists import Lists
-from jax_impl.kernels.hopper_masks import ROW, TILE
-from jax_impl.kernels.hopper_sparse_forward import ROWS, KeyGrid, ListRefs, Walk
+from jax_impl.kernels.hopper_masks import TILE, Policy
+from jax_impl.kernels.hopper_sparse_forward import ROWS, ListRefs, Walk
+from jax_impl.kernels.hopper_sparse_keys import KeyGrid, KeyTile, of_columns
 from jax_impl.kernels.hopper_statistics import TERMS, ones
 
 ROLES = 3
@@ -42,14 +43,19 @@ class RoleTiles:
 
 def roles_backward(
     q, k, v, dout, statistics, dq, lists: Lists, scale: float, tiles: RoleTiles, grid: KeyGrid, *, grad_dtype,
-    before=()
+    before=(), policy: Policy | None = None, lse=None
 ):
-    """dk and dv of the lists, whose rows are 64 keys, added to those of `before`, if any; else as `pairs_backward`."""
+    """dk and dv of the lists, whose rows are 64 keys, added to those of `before`, if any; else as `pairs_backward`.
+
+    statistics: of lse, zeros where a policy changes logits, and of delta; lse: for such a policy.
+    """
     batch, _, q_heads, dim = q.shape
     dtype = q.dtype
-    kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype)
+    kernel = _Backward(tiles, scale, grid, dim, dq.shape[1] // q_heads, dtype, grad_dtype, policy)
+    values, changed = (policy.values, policy.changes_scores) if policy else (0, False)
     grad = jax.ShapeDtypeStruct((batch, lists.tiles * ROWS, q_heads, dim), grad_dtype)
     stages, handed, bar = tiles.stages, tiles.handed, plgpu.Barrier
+    vector = functools.partial(plgpu.SMEM, (stages, ROWS))
     return plgpu.kernel(
         kernel.body,
         out_type=[grad, grad],
@@ -64,7 +70,7 @@ def roles_backward(
             "ds_s": shared_tile((handed, ROWS, ROWS), dtype),
             "dq_s": plgpu.SMEM((2, *register_shape(PART)), jnp.float32),
             "kv_ready": bar(num_arrivals=2),
-            "q_ready": bar(num_arrivals=2, num_barriers=stages),
+            "q_ready": bar(num_arrivals=2 + values + changed, num_barriers=stages),
             "do_ready": bar(num_barriers=stages),
             "q_free": bar(num_arrivals=2, num_barriers=stages),
             "do_free": bar(num_arrivals=2, num_barriers=stages),
@@ -73,6 +79,8 @@ def roles_backward(
             "ds_ready": bar(num_barriers=handed),
             "ds_free": bar(num_barriers=handed),
             "ended": bar(num_arrivals=ROLES),
+            **({"values_s": [vector(jnp.int32) for _ in range(values)]} if values else {}),
+            **({"lse_s": vector(jnp.float32)} if changed else {}),
         },
         grid=grid.shape,
         grid_names=grid.names,
@@ -80,7 +88,7 @@ def roles_backward(
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="hopper_sparse_roles",
-    )(q, k, v, dout, statistics, dq, *before, *lists.operands())
+    )(q, k, v, dout, statistics, dq, *((lse,) if changed else ()), *before, *(policy or lists).operands())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +122,9 @@ class _Scratch:
     ds_ready: jax.Ref
     ds_free: jax.Ref
     ended: jax.Ref
+    lse_g: jax.Ref | None = None
+    lse_s: jax.Ref | None = None
+    values_s: list[jax.Ref] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +138,16 @@ class _Backward:
     pieces: int
     dtype: jnp.dtype
     grad_dtype: jnp.dtype
+    policy: Policy | None
 
     def body(self, q_g, k_g, v_g, do_g, statistics_g, dq_g, *refs, **scratch):
         """One thread block: a tile of keys of a kv head, in one of its query heads."""
         *refs, dk_g, dv_g = refs
-        lists = refs[-len(dataclasses.fields(ListRefs)) :]
-        before = refs[: -len(lists)] or (None, None)
-        s, refs = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, **scratch), ListRefs(*lists)
-        block, warpgroup = _Block(self, s, *self.grid.here(refs), *before), lax.axis_index("warpgroup")
+        lse_g = refs.pop(0) if self.policy is not None and self.policy.changes_scores else None
+        count = len(dataclasses.fields(ListRefs)) if self.policy is None else len(self.policy.operands())
+        before, refs = refs[:-count] or (None, None), refs[-count:]
+        s = _Scratch(q_g, k_g, v_g, do_g, statistics_g, dq_g, dk_g, dv_g, lse_g=lse_g, **scratch)
+        block, warpgroup = _Block(self, s, self.grid.here(refs, self.policy), *before), lax.axis_index("warpgroup")
         for role, run in enumerate((block.probabilities, block.gradients, block.query_gradients, block.produce)):
 
             @pl.when(warpgroup == role)
@@ -150,12 +163,14 @@ class _Block:
 
     kernel: _Backward
     s: _Scratch
-    batch: jax.Array
-    kv_head: jax.Array
-    q_head: jax.Array
-    walk: Walk
+    here: KeyTile
     dk_before: jax.Ref | None
     dv_before: jax.Ref | None
+
+    @property
+    def walk(self) -> Walk:
+        """The pieces of queries."""
+        return self.here.walk
 
     @property
     def _steps(self):
@@ -164,7 +179,11 @@ class _Block:
     @property
     def _keys(self):
         """The tokens of its keys."""
-        return pl.ds(self.walk.tile * ROWS, ROWS)
+        return pl.ds(self._key0, ROWS)
+
+    @property
+    def _key0(self):
+        return self.walk.tile * ROWS
 
     def _slot(self, n):
         return lax.rem(n, jnp.int32(self.kernel.tiles.stages))
@@ -174,20 +193,24 @@ class _Block:
 
     def produce(self):
         """Loads the keys and values once, then keeps the rings of queries and douts full."""
-        s, batch, stages = self.s, self.batch, self.kernel.tiles.stages
-        plgpu.copy_gmem_to_smem(s.k_g.at[batch, self._keys, self.kv_head], s.k_s, s.kv_ready)
-        plgpu.copy_gmem_to_smem(s.v_g.at[batch, self._keys, self.kv_head], s.v_s, s.kv_ready)
+        s, head, stages = self.s, self.here.head, self.kernel.tiles.stages
+        plgpu.copy_gmem_to_smem(s.k_g.at[head.batch, self._keys, head.kv], s.k_s, s.kv_ready)
+        plgpu.copy_gmem_to_smem(s.v_g.at[head.batch, self._keys, head.kv], s.v_s, s.kv_ready)
 
         def load(n, _):
-            slot, head, piece = self._slot(n), self.q_head, self.walk.index(n, 0)
+            slot, piece = self._slot(n), self.walk.index(n, 0)
             rows = pl.ds(piece * ROWS, ROWS)
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
             s.piece_s[slot] = piece
-            vectors = s.statistics_g.at[batch, head, rows]
-            plgpu.copy_gmem_to_smem(s.q_g.at[batch, rows, head], s.q_s.at[slot], s.q_ready.at[slot])
+            vectors = s.statistics_g.at[head.batch, head.q, rows]
+            plgpu.copy_gmem_to_smem(s.q_g.at[head.batch, rows, head.q], s.q_s.at[slot], s.q_ready.at[slot])
             plgpu.copy_gmem_to_smem(vectors, s.statistics_s.at[slot], s.q_ready.at[slot])
+            if self.here.changes_scores:
+                plgpu.copy_gmem_to_smem(s.lse_g.at[head.batch, head.q, rows], s.lse_s.at[slot], s.q_ready.at[slot])
+            if self.kernel.policy is not None:
+                load_values(self.kernel.policy, self.here.refs, rows, slot, s.values_s, s.q_ready)
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
-            plgpu.copy_gmem_to_smem(s.do_g.at[batch, rows, head], s.do_s.at[slot], s.do_ready.at[slot])
+            plgpu.copy_gmem_to_smem(s.do_g.at[head.batch, rows, head.q], s.do_s.at[slot], s.do_ready.at[slot])
 
         lax.fori_loop(0, self._steps, load, None)
         drain(self._steps, stages, s.q_free, s.do_free)
@@ -202,7 +225,7 @@ class _Block:
 
     def _write(self, grad, before, staging, gmem):
         """A gradient to device memory, once no warpgroup reads shared keys or values any more."""
-        here, dtype = (self.batch, self._keys, self.q_head), self.kernel.grad_dtype
+        here, dtype = (self.here.head.batch, self._keys, self.here.head.q), self.kernel.grad_dtype
         if before is not None:
             grad = grad + plgpu.load(before.at[here], layout=TILE, optimized=False)
         plgpu.barrier_arrive(self.s.ended)
@@ -219,14 +242,15 @@ class _Block:
         """left @ right.T [keys, queries], a vector of the slot's statistics added to every row."""
         def issue(ref):
             plgpu.wgmma(ref, left, right.transpose((1, 0)))
-            plgpu.wgmma(ref, ones(vector), self.s.statistics_s.at[slot].transpose((1, 0)))
+            if vector or not self.here.changes_scores:
+                plgpu.wgmma(ref, ones(vector), self.s.statistics_s.at[slot].transpose((1, 0)))
             return ref[...]
 
         return pl.run_scoped(issue, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
     def probabilities(self):
         """The first warpgroup: probabilities, and dv."""
-        s, kernel, shape = self.s, self.kernel, (ROWS, ROWS)
+        s, kernel = self.s, self.kernel
         plgpu.barrier_wait(s.kv_ready)
         keys = plgpu.load(s.k_s, layout=TILE)
 
@@ -235,16 +259,14 @@ class _Block:
             plgpu.barrier_wait(s.q_ready.at[slot])
             logits = self._product(keys, s.q_s.at[slot], 0, slot)
             pl.when(n > 0)(lambda: plgpu.barrier_arrive(s.do_free.at[self._slot(n - 1)]))  # dv before has read them
-            p = jnp.exp2(logits * (kernel.scale * LOG2E))
-            if masked:
-                start = self.walk.refs.starts[self.walk.head, s.piece_s[slot]]  # padded queries have an infinite lse
-                low = plgpu.load(self.walk.refs.bound.at[self.walk.head, self._keys], layout=ROW, optimized=False)
-                query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-                p = jnp.where(query >= lax.broadcast_in_dim(low - start, shape, [0]), p, 0.0)
-            p = p.astype(kernel.dtype)
+            p, weight = self.here.weights(
+                logits, kernel.scale, lambda: self._key0, lambda: s.piece_s[slot], masked,
+                lambda: of_columns(s.lse_s.at[slot]), lambda: tuple(x.at[slot] for x in s.values_s))
+            same, p = weight is p, p.astype(kernel.dtype)
+            weight = p if same else weight.astype(kernel.dtype)
             plgpu.barrier_arrive(s.q_free.at[slot])
             pl.when(n >= kernel.tiles.handed)(lambda: plgpu.barrier_wait(s.p_free.at[hand]))
-            s.p_s[hand] = p
+            s.p_s[hand] = weight
             plgpu.barrier_arrive(s.p_ready.at[hand])
             plgpu.barrier_wait(s.do_ready.at[slot])
             plgpu.wgmma(dv_ref, p, s.do_s.at[slot])
@@ -290,8 +312,8 @@ class _Block:
         rows = register_shape(PART)[0]
 
         def step(n, _):
-            here, hand = self.q_head * kernel.pieces + self.walk.index(n, 0), self._hand(n)
-            target = s.dq_g.at[self.batch, here]
+            here, hand = self.here.head.q * kernel.pieces + self.walk.index(n, 0), self._hand(n)
+            target = s.dq_g.at[self.here.head.batch, here]
             plgpu.barrier_wait(s.ds_ready.at[hand])
             for part in range(kernel.dim // PART):
 

@@ -1,15 +1,17 @@
 """flex_sparse in JAX: lists with a predicate and logits of one's own."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
 from jax_impl import kernels
 from jax_impl.kernels.flex_sparse import prepare
+from jax_impl.kernels.hopper_sparse_pairs import PairTiles
+from jax_impl.kernels.hopper_sparse_roles import RoleTiles
 from tests.conformance import inputs, relative_error
 from tests.jax_impl.interpret_patch import interpreted
 from tests.jax_impl.kernels.test_hopper_sparse import judged, run
@@ -26,8 +28,48 @@ def even(b, h, i, j, q_values, kv_values):
     return kv_values[0] == 0
 
 
+def later(b, h, i, j, q_values, kv_values):
+    """By arrays of both sides and the head."""
+    return q_values[0] + h >= kv_values[0]
+
+
 def tilted(score, b, h, i, j):
-    return score * 0.5 + (j - i).astype(jnp.float32) / 128
+    """Past the tests' last key logits are huge."""
+    return score * 0.5 + jnp.where(j < 200, (h + 1) * (j - i).astype(jnp.float32) / 128, 1e30)
+
+
+def capped(score, b, h, i, j):
+    return 2 * jnp.tanh(score / 2)
+
+
+def held_to_dense(problem, predicate, operands, races=False):
+    """All five results against jnp over a dense mask, under the blocks and the predicate together; one batch entry."""
+    mask, heads, group = problem.mask, range(problem.q_heads), problem.q_heads // problem.kv_heads
+    arrays = [jnp.asarray(x, "bfloat16") for x in inputs(problem)]
+    with interpreted(detect_races=races):
+        got = jax.block_until_ready(run(KERNEL, problem.scale, operands, *arrays))
+    i, j = jnp.arange(problem.q_len)[:, None], jnp.arange(problem.kv_len)[None, :]
+    rows, columns = (tuple(jnp.asarray(x) for x in of) for of in (predicate.q_arrays, predicate.kv_arrays))
+    mask_mod = predicate.mask_mod or (lambda *_: True)
+    score_mod = predicate.score_mod or (lambda score, *_: score)
+    seen = jnp.stack([
+        mask.dense(h * mask.heads // problem.q_heads)
+        & mask_mod(0, h, i, j, tuple(x[:, None] for x in rows), tuple(x[None] for x in columns)) for h in heads])
+
+    def dense(q, k, v):
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        s = problem.scale * jnp.einsum("ihd,jhd->hij", q[0], k[0])
+        s = jnp.stack([score_mod(s[h], 0, h, i, j) for h in heads])
+        s = jnp.where(seen, s, -jnp.inf)
+        some = jnp.isfinite(s).any(axis=2, keepdims=True)
+        p = jnp.where(some, jax.nn.softmax(jnp.where(some, s, 0.0), axis=2), 0.0)
+        lse = jnp.where(some[..., 0], jax.nn.logsumexp(jnp.where(some, s, 0.0), axis=2), -jnp.inf)
+        return jnp.einsum("hij,jhd->ihd", p, v[0])[None], lse[None]
+
+    wide = [x.astype(jnp.float32) for x in arrays]
+    out, pull, lse = jax.vjp(dense, *wide[:3], has_aux=True)
+    for label, want in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *pull(wide[3])), strict=True):
+        assert relative_error(np.asarray(got[label], np.float64), np.asarray(want)) < 8e-3, label
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
@@ -51,49 +93,36 @@ def test_lists_alone(block, heads, head_dim):
     judged("flex_sparse", AttentionProblem(mask, 1, *heads[1:], head_dim))
 
 
-@pytest.mark.parametrize("block", [128, 48])
-def test_a_predicate_and_logits_of_ones_own(block):
-    """Every result against dense jnp under the blocks, the predicate and the changed logits together.
+@pytest.mark.parametrize("block, masks", [(128, 1), (48, 1), pytest.param(64, 2, marks=pytest.mark.slow)])
+def test_a_predicate_and_logits_of_ones_own(block, masks):
+    """Causal blocks, ragged both ways, under a list for both query heads and one for each; no races are found.
 
-    Blocks of 48 stand on tiles of their own; predicate and logits are of tokens all the same. No races are found.
+    Blocks of 48 stand on tiles of their own; predicate and logits are of tokens all the same.
     """
-    problem = AttentionProblem(uniform_block(140, 200, 1, block, 0.6, causal=True, seed=2), 1, 2, 1, 64)
-    odd = np.arange(200, dtype=np.int32) % 2
-    q, k, v, dout = (jnp.asarray(x, "bfloat16") for x in inputs(problem))
-    with interpreted(detect_races=True):
-        operands = prepare(problem, predicate=Predicate(even, tilted, (), (odd,)))
-        got = run(KERNEL, problem.scale, operands, q, k, v, dout)
-        assert not callbacks.get_races().races_found
-    seen = jnp.asarray(problem.mask.dense() & (odd == 0))
-    i, j = jnp.arange(140)[:, None], jnp.arange(200)[None, :]
-
-    def dense(q, k, v):
-        s = tilted(problem.scale * jnp.einsum("bihd,bjkd->bhij", q, k), 0, 0, i, j)
-        some = seen.any(axis=1)
-        s = jnp.where(seen, s, -jnp.inf)
-        p = jnp.where(some[:, None], jax.nn.softmax(jnp.where(some[:, None], s, 0.0), axis=-1), 0.0)
-        return jnp.einsum("bhij,bjkd->bihd", p, v)
-
-    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
-    out, pull = jax.vjp(dense, *wide[:3])
-    for label, want in zip(("out", "dq", "dk", "dv"), (out, *pull(wide[3])), strict=True):
-        assert relative_error(np.asarray(got[label], np.float64), np.asarray(want)) < 8e-3, label
+    problem = AttentionProblem(uniform_block(140, 200, masks, block, 0.6, causal=True, seed=2), 1, 2, 1, 64)
+    predicate = Predicate(later, tilted, (np.arange(140, dtype=np.int32) % 3,), (np.arange(200, dtype=np.int32) % 4,))
+    held_to_dense(problem, predicate, prepare(problem, predicate=predicate), races=True)
 
 
-@pytest.mark.parametrize("predicate, seen", [
-    (Predicate(even, None, (), (np.arange(320) % 2,)), np.arange(320) % 2 == 0),
-    (Predicate(None, lambda score, b, h, i, j: jnp.where(j >= 290, score, -jnp.inf)), np.arange(320) >= 290),
+def test_no_races_where_rings_go_round():
+    """Lists longer than the rings of queries and of what is loaded beside them, for a pair of key tiles and for one."""
+    problem = AttentionProblem(uniform_block(190, 180, 1, 64, 1.0), 1, 1, 1, 64)
+    predicate = Predicate(later, capped, (np.arange(190, dtype=np.int32) % 3,), (np.arange(180, dtype=np.int32) % 4,))
+    operands = prepare(problem, predicate=predicate)
+    schedules = operands.narrow.schedules
+    short = dataclasses.replace(schedules.backward, pairs=PairTiles(2), roles=RoleTiles(2))
+    narrow = dataclasses.replace(operands.narrow, schedules=dataclasses.replace(schedules, backward=short))
+    held_to_dense(problem, predicate, dataclasses.replace(operands, narrow=narrow), races=True)
+
+
+@pytest.mark.parametrize("predicate", [
+    Predicate(even, None, (), (np.arange(320) % 2,)),
+    Predicate(None, lambda score, b, h, i, j: jnp.where((j >= 290) & (i >= 3), score, -jnp.inf)),
 ], ids=["mask_mod", "score_mod"])
-def test_blocks_that_are_listed_whole_are_asked_too(predicate, seen):
-    """Logits of -inf hide whole steps of keys. One row tile: the thread block's other warpgroup has an empty one."""
+def test_blocks_that_are_listed_whole_are_asked_too(predicate):
+    """Logits of -inf hide whole steps of keys, and rows. One row tile: the thread block's other warpgroup has none."""
     problem = AttentionProblem(uniform_block(60, 320, 1, 64, 1.0), 1, 1, 1, 64)
-    q, k, v, _ = (jnp.asarray(x, "bfloat16") for x in inputs(problem))
-    with interpreted():
-        out, lse = jax.block_until_ready(KERNEL.forward(q, k, v, prepare(problem, predicate=predicate), problem.scale))
-    q, k, v = (x[0, :, 0].astype(jnp.float32) for x in (q, k, v))
-    s = jnp.where(seen, problem.scale * q @ k.T, -jnp.inf)
-    assert relative_error(np.asarray(out[0, :, 0], np.float64), np.asarray(jax.nn.softmax(s) @ v)) < 8e-3
-    assert relative_error(np.asarray(lse[0, 0], np.float64), np.asarray(jax.nn.logsumexp(s, axis=1))) < 1e-4
+    held_to_dense(problem, predicate, prepare(problem, predicate=predicate))
 
 
 @pytest.mark.parametrize("block", [128, 48])
@@ -107,11 +136,12 @@ def test_a_shard_of_no_keys_or_no_queries(block, rows, keys):
     assert [x.shape[1] for x in got.values()] == [rows, rows, keys, keys]
 
 
-OWN = Predicate(even, tilted, (), (np.zeros(1100, np.int32),))
+OWN = Predicate(later, tilted, (np.zeros(1000, np.int32),), (np.zeros(1100, np.int32),))
 
 
 @pytest.mark.parametrize("head_dim, block, predicate", [
-    (64, 256, OWN), (128, 256, OWN), (128, 192, None), (128, 192, OWN)], ids=lambda x: "own" if x is OWN else str(x))
+    (64, 256, OWN), (128, 256, OWN), (128, 192, None), (128, 192, OWN), (64, 48, OWN)],
+    ids=lambda x: "own" if x is OWN else str(x))
 def test_lowers_to_an_h200(head_dim, block, predicate):
     problem = AttentionProblem(uniform_block(1000, 1100, 2, block, 0.5, causal=True), 2, 4, 2, head_dim)
     shape = lambda s, d=jnp.bfloat16: jax.ShapeDtypeStruct(s, d)  # noqa: E731
