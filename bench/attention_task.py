@@ -246,7 +246,7 @@ def check(
       inputs: path of the inputs, see `exchange`; made anew from the seed where there is none.
       whole_cells: as the reference was made with.
 
-    Returns: errors, budget, oracle, wrong (lines, empty where all is well), and what building cost.
+    Returns: errors, budget, oracle, wrong (lines, empty where all is well), flags, and what building cost.
     """
     chosen = cases.from_record(case)
     ready, problem = _build(chosen, inputs), _problem(chosen.spec)
@@ -264,6 +264,7 @@ def check(
     return {
         "errors": measured, "budget": judged.budget, "oracle": judged.oracle, "wrong": wrong, "source": ready.source,
         "prepare_seconds": ready.prepare_seconds, "compile_seconds": ready.compile_seconds,
+        "flags": stack.handicaps(ready.compiled),
     }
 
 
@@ -289,7 +290,8 @@ def clock(case: dict[str, Any], protocol: dict[str, Any], brief: bool = False) -
         return {"seconds": cold.record()}
     waited = getattr(sample, "waited", 0)
     return {
-        "flags": [f"the device may have waited for the host in {waited} samples"] if waited else [],
+        "flags": [*stack.handicaps(ready.compiled),
+                  *([f"the device may have waited for the host in {waited} samples"] if waited else [])],
         "timer": stack.timer, "cache": "cold" if stack.on_gpu else "as it is", "seconds": cold.record(),
         "peak_bytes": told(ready.compiled, ready.arguments[0]), "peak_method": stack.memory_method,
         "warm_seconds": _warm(stack, ready, limits).record() if stack.on_gpu and cold.median < LONG else None,

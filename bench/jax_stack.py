@@ -23,6 +23,7 @@ from workload.problem import AttentionProblem
 
 FLUSH_BYTES = 1 << 30  # many times the L2 of any card, and longer on the device than two dispatches on the host
 UNTUNED = "--xla_gpu_autotune_level=0"  # of XLA_FLAGS: nothing is tried on the device while compiling
+CUBLAS = 'custom_call_target="__cublas'  # in a compiled program: a product that XLA leaves to cuBLAS
 
 
 class Stack:
@@ -227,6 +228,12 @@ class Stack:
         Also where a kernel is all there is, of the fusions around it.
         """
         return self.on_gpu and UNTUNED not in os.environ.get("XLA_FLAGS", "")
+
+    def handicaps(self, compiled: Any) -> list[str]:
+        """What makes a compiled program slower than a user has it: products of XLA's own that it may not tune."""
+        if not self.on_gpu or UNTUNED not in os.environ.get("XLA_FLAGS", "") or CUBLAS not in compiled.as_text():
+            return []
+        return [f"XLA's products are not tuned: XLA_FLAGS has {UNTUNED}"]
 
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""

@@ -130,6 +130,7 @@ def judge(cell: Cell, workers: engine.Workers, problems: Problems, turns: Turns,
     for there, name in (("errors", "errors"), ("sources", "source"), ("prepare_seconds", "prepare_seconds"),
                         ("compile_seconds", "compile_seconds")):
         row[there] = {stack: found[name] for stack, found in told.items()}
+    row["flags"] = [f"{stack}: {flag}" for stack, found in told.items() for flag in found["flags"]]
     row["budget_cross"] = cross_budget(row["budget"])
     row["errors"]["cross"] = errors(*(results for _, results in checked.values()))
     wrong = [f"{stack} {line}" for stack, found in told.items() for line in found["wrong"]]

@@ -188,6 +188,10 @@ class Stack:
         """Whether `build` may not run beside a timing: events on the device do not feel the host behind a flush."""
         return False
 
+    def handicaps(self, compiled: Any) -> list[str]:
+        """Nothing: its compilers tune as a user has them."""
+        return []
+
     def matmul(self, size: int, dtype: str) -> tuple[Callable[[int], Any], int]:
         """call(n) of a square matrix product in a dtype, and its FLOPs."""
         a, b = (torch.randn(size, size, device=self.device).to(getattr(torch, dtype)) for _ in range(2))

@@ -1,5 +1,7 @@
 """Events on XLA's stream: a real custom call on the CPU, on a driver that writes down what it is asked."""
 
+import types
+
 import jax
 import pytest
 
@@ -166,3 +168,17 @@ def test_what_xla_tries_on_the_device_is_not_beside_a_timing(monkeypatch):
     assert stack.disturbs(stack.kernel("flashmask"))
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0")
     assert not stack.disturbs(stack.kernel("flashmask"))
+
+
+@pytest.mark.parametrize("flag, target, on_gpu, flagged", [
+    ("--xla_gpu_autotune_level=0", "__cublas$gemm", True, True), ("", "__cublas$gemm", True, False),
+    ("--xla_gpu_autotune_level=0", "mosaic_gpu_v2", True, False), ("--xla_gpu_autotune_level=0", "dot", False, False),
+])
+def test_products_that_xla_could_not_tune_are_flagged(flag, target, on_gpu, flagged, monkeypatch):
+    """Told to try nothing on the device, it took an algorithm that made sdpa 1.45 times slower, and no row said so."""
+    stack = attention_task.stack_of("jax")
+    monkeypatch.setattr(stack, "on_gpu", on_gpu)
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    text = f'%c = bf16[8,8] custom-call(%a, %b), custom_call_target="{target}"'
+    assert bool(stack.handicaps(types.SimpleNamespace(as_text=lambda: text))) == flagged
+    assert attention_task.stack_of("torch").handicaps(None) == []

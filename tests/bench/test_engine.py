@@ -149,6 +149,14 @@ def test_a_row_of_a_gpu_tells_both_states_of_the_cache(tmp_path, monkeypatch, wh
     assert (row["warm_seconds"] or {}).get("median") == (1e-3 if False in asked else None)
 
 
+def test_a_row_tells_what_made_its_program_slow(tmp_path, monkeypatch):
+    case, path = Case("jax", "naive", "forward", SPEC).record(), str(tmp_path / "reference.npz")
+    monkeypatch.setattr(attention_task.stack_of("jax"), "handicaps", lambda compiled: ["slow"])
+    attention_task.reference(case, path)
+    assert attention_task.check(case, path)["flags"] == ["slow"]
+    assert attention_task.clock(case, dataclasses.asdict(FAST))["flags"] == ["slow"]
+
+
 def test_results_that_do_not_depend_on_the_inputs_are_wrong(tmp_path, monkeypatch):
     """M9: a kernel that gives its first result again. Of one row on one key dq is 0, whatever the inputs are."""
     stack, path = attention_task.stack_of("torch"), str(tmp_path / "reference.npz")

@@ -181,7 +181,7 @@ def test_a_check_whose_memory_others_hold_is_done_again_alone(monkeypatch):
                 return Failure("out_of_memory", "x")
             np.savez(arguments["keep"], out=np.ones(3))
             return {"budget": {"out": 1.0}, "oracle": "x", "errors": {"out": 0.1}, "source": "", "wrong": [],
-                    "prepare_seconds": 0.0, "compile_seconds": 0.0}
+                    "prepare_seconds": 0.0, "compile_seconds": 0.0, "flags": []}
 
     workers = {stack: Asked(stack) for stack in ("jax", "torch")}
     monkeypatch.setattr(engine.Workers, "__getitem__", lambda _, stack: workers[stack])
