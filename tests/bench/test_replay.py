@@ -15,6 +15,7 @@ from bench.engine import Options, Workers, open_records
 from bench.link_model import Links
 from bench.spot_check import spot_errors
 from bench.timing import Protocol
+from bench.workers import Failure
 from parity.compare import relative_error
 from parity.inputs import make_inputs
 from workload import masks
@@ -212,6 +213,26 @@ def test_a_case_of_a_group_knows_nothing_of_the_one_before_but_the_spot_check(tm
     assert run._found[kept.key]["one_device_run"] == dict.fromkeys(PASSES, 1.0)
     assert "one_device_run" not in run._found[other.key]
     assert run._found[kept.key]["spot_errors"] == run._found[other.key]["spot_errors"] == {"out": 0.5}
+
+
+@pytest.mark.parametrize("lost", ["build", "times", "spots"])
+def test_what_follows_a_failure_in_a_group_is_lost_with_it(tmp_path, lost):
+    """Its worker holds nothing any more: a new one would be asked for cases that it never built."""
+    spec = ProblemSpec("causal", 256, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    group = [Case("jax", "ring", dataclasses.replace(spec, seq_len=n), 2) for n in (256, 512)]
+    failure, asked = Failure("error", "it died"), []
+
+    class Dies(contextlib.nullcontext):
+        def ask(self, task, deadline, **arguments):
+            asked.append(task.partition(":")[2])
+            return failure if asked[-1] == lost else {"news": False, "runs": [{}]}
+
+    settings = replay.Settings(tmp_path / "rows.jsonl", False, 120.0, 0, Protocol(2, 1, 0.01), 1e15, Links(), False, 1)
+    with open_records(Options(settings.out)) as writer, Workers() as workers:
+        run = replay.Replay(settings, workers, writer)
+        run._order = {case.key: n for n, case in enumerate(group)}
+        list(run._group(Dies(), [(case, case.schedule()) for case in group]))
+    assert asked[-1] == lost and [run._found[case.key] for case in group] == [failure] * 2
 
 
 def test_rows_of_other_binaries_are_left_alone(tmp_path):
