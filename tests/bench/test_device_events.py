@@ -130,6 +130,9 @@ def test_the_sampler_stands_around_the_call_behind_the_flush(monkeypatch):
     went[:] = [None] * 5
     stack.sampler(lambda n: went.append("call"), False)(0)
     assert went[5:] == ["flush", "call", BEGIN, "call", END]
+    went[:] = [None] * 5
+    stack.sampler(lambda n: went.append("call"), False, flushes=3)(0)
+    assert went[5:] == [*["flush"] * 3, "call", BEGIN, "call", END]
 
 
 @pytest.mark.parametrize("late", [0, 1])
