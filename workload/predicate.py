@@ -66,9 +66,10 @@ def _read(*_: Any, **__: Any) -> Any:
     raise ValueError("per_head: False, and the mask_mod reads batch or q_head")
 
 
-_USES = ("eq ne lt le gt ge bool int float index hash invert neg abs pos array jax_array torch_function " +
+_USES = ("eq ne lt le gt ge bool int float index hash invert neg abs pos round format getitem len iter getattr array " +
          " ".join(f"{x} r{x}" for x in "add sub mul truediv floordiv mod divmod pow and or xor lshift rshift".split()))
-_Unread = type("_Unread", (), {f"__{name}__": _read for name in _USES.split()})
+_Unread = type("_Unread", (), {f"__{name}__": _read for name in _USES.split()} |
+               {"__torch_function__": classmethod(_read)})
 
 
 def heads_of(problem: AttentionProblem, per_head: bool) -> list[tuple[Any, Any]]:

@@ -269,6 +269,8 @@ def test_a_scheme_is_as_slow_as_its_slowest_rank():
     assert told["seconds"] == {"jax": 2.0, "torch": 4.0} and told["throughput_ratio"] == 2.0
     assert told["flags"] == [f"{stack}: a device may have waited for the host in {n} of 9 samples"
                              for stack, n in (("jax", 6), ("torch", 3))]
+    run._workers = {"jax": Ranks({"samples": [2.0, 5.0, 1.0], "waited": 0})}
+    assert [flag[:5] for flag in run._throughput(cell)["flags"]] == ["torch"]
 
 
 def test_ranks_of_pytorch_take_a_sample_again_where_one_may_have_waited(monkeypatch):

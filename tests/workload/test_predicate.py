@@ -53,6 +53,7 @@ def test_a_mask_mod_gives_booleans(gives, said):
 
 @pytest.mark.parametrize("reads", [
     lambda b, h, i, j: j < 30 + 16 * h, lambda b, h, i, j: (j <= i) & (i % (b + 2) == 0),
+    lambda b, h, i, j: (j <= i) | (h >= 1), lambda b, h, i, j: j < 30 + h.real, lambda b, h, i, j: j < np.arange(2)[h],
     lambda b, h, i, j: i == h, lambda b, h, i, j: j < (10, 20)[h], lambda b, h, i, j: j <= i if b else j < i])
 def test_a_mask_mod_that_reads_its_head_says_so(reads):
     """Else the tiles that head 0 of batch entry 0 sees were those of all heads, without a word."""
