@@ -7,12 +7,13 @@ of its own; `Layout` does that, and undoes it. Lists are those of `block_lists.T
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.kernels.block_lists import TileLists, paired, transposed
+from jax_impl.kernels.block_lists import TileLists, paired, transposed, within
 from workload.block_masks import BlockMask
 
 NEVER = np.int32(2**30)  # a row bound past every token
@@ -220,6 +221,19 @@ def by_pairs(lists: Lists) -> tuple[Lists, Lists]:
     for side, rows in zip(sides, (2 * lists.rows, lists.rows), strict=True):
         out.append(_lists(_short(side), lists.starts, lists.ends, lists.bound, rows, lists.piece, lists.by_key))
     return out[0], out[1]
+
+
+def in_ranges(lists: Lists, ranges: int) -> tuple[Lists, ...]:
+    """The lists of each of so many ranges of pieces, as even as can be and in their order; all of one shape."""
+    if ranges == 1:
+        return (lists,)
+    bounds = [n * lists.starts.shape[1] // ranges for n in range(ranges + 1)]
+    whole = TileLists(lists.full, lists.counts, lists.indices)
+    parts = [within(whole, *ends) for ends in itertools.pairwise(bounds)]
+    longest = max(1, *(int(part.counts.max()) for part in parts))
+    parts = [dataclasses.replace(part, indices=part.indices[:, :, :longest]) for part in parts]
+    return tuple(_lists(part, lists.starts, lists.ends, lists.bound, lists.rows, lists.piece, lists.by_key)
+                 for part in parts)
 
 
 def _lists(lists: TileLists, starts, ends, bound, rows, piece, by_key) -> Lists:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jax_impl.kernels.hopper_forward import LOG2E, round_up
 from jax_impl.kernels.hopper_kernel import whole_rows
-from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, listed, pieces
+from jax_impl.kernels.hopper_lists import Layout, Lists, by_key, by_pairs, by_query, in_ranges, listed, pieces
 from jax_impl.kernels.hopper_masks import Policy
-from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, sparse_backward
+from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, ranges_in_cache, sparse_backward
 from jax_impl.kernels.hopper_sparse_forward import SparseTiles, sparse_forward
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
@@ -39,15 +39,15 @@ class SparseOperands:
 
     Attributes:
       forward: rows are queries.
-      shared: rows are 128 keys: what two tiles of keys walk together.
-      apart: rows are 64 keys: what each walks alone; None for blocks that 128 divides.
+      shared: rows are 128 keys: what two tiles of keys walk together; of each range of queries.
+      apart: rows are 64 keys: what each walks alone, likewise; None for blocks that 128 divides.
       q_layout, kv_layout: where tokens are laid out anew, else None.
       schedules: static.
     """
 
     forward: Lists
-    shared: Lists
-    apart: Lists | None
+    shared: tuple[Lists, ...]
+    apart: tuple[Lists, ...] | None
     q_layout: Layout | None
     kv_layout: Layout | None
     schedules: SparseSchedules = dataclasses.field(metadata={"static": True})
@@ -73,14 +73,19 @@ def prepare(
     divides = mask.block is not None and mask.block % WIDE == 0
     wide = divides if wide is None else wide and divides
     schedules = schedules or default_schedules(problem.head_dim, wide)
+
+    def ranged(lists: Lists) -> tuple[Lists, ...]:
+        return in_ranges(lists, ranges_in_cache(lists, problem.head_dim, schedules.backward))
+
     if wide:
         queries, keys = pieces(mask, WIDE, WIDE, False), pieces(mask, NARROW, WIDE, False)
         lists = by_query(queries, listed(queries, device), device), by_key(keys, listed(keys, device), device)
-        return SparseOperands(*lists, None, None, None, schedules)
+        return SparseOperands(lists[0], ranged(lists[1]), None, None, None, schedules)
     cut = pieces(mask, NARROW, NARROW, True)
     layouts = jax.device_put((cut.q_layout, cut.kv_layout), device)
     both = listed(cut, device)
-    return SparseOperands(by_query(cut, both, device), *by_pairs(by_key(cut, both, device)), *layouts, schedules)
+    by_keys = map(ranged, by_pairs(by_key(cut, both, device)))
+    return SparseOperands(by_query(cut, both, device), *by_keys, *layouts, schedules)
 
 
 def heads_last(x):
@@ -140,8 +145,8 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
         q, scale = jnp.zeros_like(q), 1.0
     q_len, kv_len, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     layouts, lists = (operands.q_layout, operands.kv_layout), operands.shared
-    apart = q.shape[2] // kv_heads if lists.heads > kv_heads else 1
-    k, v = _apart(k, v, q.shape[2], lists)
+    apart = q.shape[2] // kv_heads if lists[0].heads > kv_heads else 1
+    k, v = _apart(k, v, q.shape[2], lists[0])
     if layouts[0] is None:
         pad = ((0, 0), (0, 0), (0, round_up(q_len, NARROW) - q_len))
         lse, delta = jnp.pad(lse, pad, constant_values=jnp.inf), jnp.pad(delta, pad)

@@ -6,10 +6,12 @@ many, what a tile sees alone (hopper_sparse_roles.py) all of them. Blocks of 128
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_impl.kernels.hopper_add import by_token, register_shape
 from jax_impl.kernels.hopper_forward import LOG2E, heads_side_by_side, round_up
@@ -28,12 +30,14 @@ class SparseBackwardTiles:
 
     Attributes:
       pairs, roles: of the two kernels.
-      l2_bytes: cache that the queries, douts and float32 dq of the heads side by side may take.
+      l2_bytes: cache that the queries, douts and float32 dq of the heads side by side, or of a range, may take.
+      whole_bytes: a head whose queries, douts and dq take more is walked in ranges.
     """
 
     pairs: PairTiles = PairTiles()
     roles: RoleTiles = RoleTiles()
     l2_bytes: int = 32 << 20
+    whole_bytes: int = 64 << 20
 
 
 def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> int:
@@ -44,9 +48,19 @@ def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> 
     return heads_side_by_side(kv_heads, kv_heads, 8 * q_len * head_dim, budget)
 
 
+def ranges_in_cache(lists: Lists, head_dim: int, tiles: SparseBackwardTiles) -> int:
+    """Ranges of a long head's queries, none of which has more than fits.
+
+    Thread blocks begin together and drift apart, in some heads' time as far as a head is long.
+    """
+    held = 8 * lists.starts.shape[1] * lists.piece * head_dim
+    return 1 if held <= tiles.whole_bytes else -(-held // tiles.l2_bytes)
+
+
 def sparse_backward(
-    q, k, v, dout, lse, delta, shared: Lists, apart: Lists | None, scale: float, tiles: SparseBackwardTiles, *,
-    grad_dtype, dq_scale: float, dq_dtype, policy: Callable[[Lists], Policy] | None = None
+    q, k, v, dout, lse, delta, shared: tuple[Lists, ...], apart: tuple[Lists, ...] | None, scale: float,
+    tiles: SparseBackwardTiles, *, grad_dtype, dq_scale: float, dq_dtype,
+    policy: Callable[[Lists], Policy] | None = None
 ):
     """dq, dk and dv over the listed pieces.
 
@@ -54,7 +68,8 @@ def sparse_backward(
       q, dout: [batch, q_len, q_heads, head_dim]; k, v: [batch, kv_len, kv_heads, head_dim]; one 16-bit dtype, in the
         layout of the lists.
       lse, delta: float32 [batch, q_heads, whole pieces]; lse in base 2, +inf where empty or padded.
-      shared, apart: rows are keys, in tiles of 128 and 64; pieces are of 64; one list a kv head or one for all.
+      shared, apart: of each range of queries; rows are keys, in tiles of 128 and 64; pieces are of 64; one list a kv
+        head or one for all.
       scale: not 0.
       grad_dtype: of dk and dv.
       dq_scale, dq_dtype: what the sum that is dq is multiplied by, and its dtype.
@@ -72,18 +87,26 @@ def sparse_backward(
 
     dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
     asked = policy or (lambda lists: None)
-    changed = policy is not None and policy(shared).changes_scores
+    changed = policy is not None and policy(shared[0]).changes_scores
     lse, delta = -lse if changed else -lse / (scale * LOG2E), -delta
-    grouped = group > 1
-    part = grad_dtype if grouped or apart is None else jnp.dtype(jnp.float32)
-    grads = pairs_backward(q, k, v, dout, lse, delta, dq, shared, scale, tiles.pairs, grid(shared), grad_dtype=part,
-                           policy=asked(shared))
-    if apart is not None:
-        rest = roles_backward(
-            q, k, v, dout, statistics(None if changed else lse, delta), dq, apart, scale, tiles.roles, grid(apart),
-            grad_dtype=grad_dtype, before=() if grouped else grads, policy=asked(apart), lse=lse)
-        grads = [x.astype(jnp.float32) + y for x, y in zip(grads, rest, strict=True)] if grouped else rest
-    if grouped:  # one pass over 16-bit parts costs less than sums in memory at the end of every thread block
-        grads = [x.reshape(*x.shape[:2], kv_heads, group, dim).sum(axis=3, dtype=jnp.float32).astype(grad_dtype)
-                 for x in grads]
-    return by_token(dq[...], q_heads, dq_scale, dq_dtype), *grads
+    added = group > 1 or len(shared) > 1  # parts: one pass over them costs less than sums in memory by thread blocks
+    part = grad_dtype if added or apart is None else jnp.dtype(jnp.float32)
+    # Jitted, they are traced and lowered once for all ranges.
+    together = jax.jit(functools.partial(
+        pairs_backward, scale=scale, tiles=tiles.pairs, grid=grid(shared[0]), grad_dtype=part))
+    alone = apart and jax.jit(functools.partial(
+        roles_backward, scale=scale, tiles=tiles.roles, grid=grid(apart[0]), grad_dtype=grad_dtype))
+    vectors = statistics(None if changed else lse, delta) if alone else None
+    total: list[jax.Array] = []
+    for n, lists in enumerate(shared):
+        if total:  # so that parts have been added, and their memory is free, before those of the next range are made
+            lists, total = lax.optimization_barrier((lists, total))
+        grads = together(q, k, v, dout, lse, delta, dq, lists, policy=asked(lists))
+        if alone:
+            rest = alone(q, k, v, dout, vectors, dq, apart[n], before=() if added else grads, policy=asked(apart[n]),
+                         lse=lse)
+            grads = [x.astype(jnp.float32) + y for x, y in zip(grads, rest, strict=True)] if added else rest
+        if added:
+            grads = [x.reshape(*x.shape[:2], kv_heads, group, dim).sum(axis=3, dtype=jnp.float32) for x in grads]
+            grads = total = [x + y for x, y in zip(total, grads, strict=True)] if total else grads
+    return by_token(dq[...], q_heads, dq_scale, dq_dtype), *(x.astype(grad_dtype) for x in grads)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jax_impl import kernels
+from jax_impl.kernels import hopper_sparse
 from jax_impl.kernels.flex_sparse import prepare
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
 from tests.conformance import inputs, relative_error
 from tests.jax_impl.interpret_patch import interpreted
-from tests.jax_impl.kernels.test_hopper_sparse import judged, run
+from tests.jax_impl.kernels.test_hopper_sparse import in_ranges_of, judged, run
 from workload.block_masks import from_bitmap, uniform_block
 from workload.predicate import Predicate
 from workload.problem import AttentionProblem
@@ -102,6 +103,18 @@ def test_a_predicate_and_logits_of_ones_own(block, masks):
     problem = AttentionProblem(uniform_block(140, 200, masks, block, 0.6, causal=True, seed=2), 1, 2, 1, 64)
     predicate = Predicate(later, tilted, (np.arange(140, dtype=np.int32) % 3,), (np.arange(200, dtype=np.int32) % 4,))
     held_to_dense(problem, predicate, prepare(problem, predicate=predicate), races=True)
+
+
+@pytest.mark.slow
+def test_a_predicate_in_ranges(monkeypatch):
+    """The backward a range of queries at a time: pieces are asked as the tokens that they are."""
+    schedules = in_ranges_of(64, 64)
+    monkeypatch.setattr(hopper_sparse, "default_schedules", lambda *_: schedules)
+    problem = AttentionProblem(uniform_block(150, 140, 1, 64, 0.8, causal=True, seed=2), 1, 2, 1, 64)
+    predicate = Predicate(later, tilted, (np.arange(150, dtype=np.int32) % 3,), (np.arange(140, dtype=np.int32) % 4,))
+    operands = prepare(problem, predicate=predicate)
+    assert len(operands.narrow.shared) > 1
+    held_to_dense(problem, predicate, operands)
 
 
 def test_no_races_where_rings_go_round():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_impl import kernels
-from jax_impl.kernels import hopper_lists, hopper_sparse
+from jax_impl.kernels import hopper_lists, hopper_sparse, hopper_sparse_backward
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
 from tests.conformance import inputs, relative_error
 from tests.jax_impl.interpret_patch import interpreted
@@ -81,6 +81,50 @@ def test_no_races_where_a_ring_goes_round():
     judged("vsa", problem, races=True, schedules=dataclasses.replace(schedules, backward=backward))
 
 
+def in_ranges_of(tokens, head_dim, wide=False):
+    """Schedules under which the backward walks no more than so many tokens of queries together."""
+    measured = hopper_sparse.default_schedules(head_dim, wide)
+    held = 8 * head_dim * tokens
+    backward = dataclasses.replace(measured.backward, l2_bytes=held, whole_bytes=held)
+    return dataclasses.replace(measured, backward=backward)
+
+
+@pytest.mark.parametrize("tokens, head_dim, ranges", [
+    (1 << 16, 128, 1), ((1 << 16) + 64, 128, 3), (1 << 17, 128, 4), (1 << 17, 64, 1), (1 << 20, 128, 32)])
+def test_how_many_ranges(tokens, head_dim, ranges):
+    """Heads of up to 64 MiB of queries, douts and dq are walked whole, longer ones 32 MiB at a time."""
+    lists = hopper_lists.Lists(*[np.zeros((1, 1), np.int32)] * 4, *[np.zeros((1, tokens // 64), np.int32)] * 2,
+                               np.zeros((1, 64), np.int32), rows=64, piece=64, by_key=True)
+    tiles = hopper_sparse.default_schedules(head_dim, False).backward
+    assert hopper_sparse_backward.ranges_in_cache(lists, head_dim, tiles) == ranges
+
+
+@pytest.mark.parametrize("name, mask, heads, tokens", [
+    ("flashinfer", uniform_block(150, 120, 1, 128, 1.0, causal=True), (2, 1), 128),
+    pytest.param("vsa", uniform_block(100, 110, 1, 64, 1.0, causal=True), (2, 1), 64, marks=pytest.mark.slow),
+    pytest.param("vsa", uniform_block(200, 260, 2, 64, 0.6, seed=2), (2, 2), 128, marks=pytest.mark.slow),
+    pytest.param("flashinfer", variable_block(70, 90, 2, 20, 1, 0.5, causal=True, seed=2), (2, 2), 192,
+                 marks=pytest.mark.slow),
+])
+def test_a_long_head_is_walked_in_ranges(name, mask, heads, tokens):
+    """The backward a range of queries at a time, ragged: grouped and separate heads, parts added; no races."""
+    schedules = in_ranges_of(tokens, 64, name == "flashinfer" and mask.block == 128)
+    problem = AttentionProblem(mask, 1, *heads, 64)
+    assert len(kernels.get(name).prepare(problem, schedules=schedules).shared) > 1
+    judged(name, problem, races=True, schedules=schedules)
+
+
+@pytest.mark.slow
+def test_ranges_of_lists_per_query_head():
+    """Lists of a query head each, and a range that no query head of one sees anything in."""
+    picks = np.random.default_rng(3).random((2, 4, 3)) < 0.6
+    picks[1, 2:] = False
+    picks[:, :, 2] = False
+    bounds = [np.repeat(uniform_bounds(n, 64)[None], 2, 0) for n in (230, 150)]
+    mask = from_bitmap(picks, *bounds, block=64, name="uniform_block")
+    judged("vsa", AttentionProblem(mask, 1, 2, 1, 64), schedules=in_ranges_of(128, 64))
+
+
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_query_block_selects_key_block_0(kv_heads):
     """dv of key block 0 sums the whole group and all query blocks; the others get nothing."""
@@ -99,13 +143,15 @@ def test_every_query_block_selects_key_block_0(kv_heads):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the interpreter runs thread blocks one by one")
 @pytest.mark.parametrize("name, block, unordered", [
-    ("vsa", 64, ("dq",)), ("flashinfer", 128, ("dq",)), ("flex_sparse", 128, ("dq", "dk", "dv")),
-    ("triton_vsa", 64, ()), ("fa2_sparse", 128, ())])
+    ("vsa", 64, ("dq",)), ("flashinfer", 128, ("dq",)), ("vsa in ranges", 64, ("dq",)),
+    ("flex_sparse", 128, ("dq", "dk", "dv")), ("triton_vsa", 64, ()), ("fa2_sparse", 128, ())])
 def test_the_same_bits_every_time(name, block, unordered):
     """D11: a hundred calls right behind a long one that writes dout. What is added in memory is off by roundings."""
+    name, _, ranges = name.partition(" in ")
+    options = {"schedules": in_ranges_of(320, 128)} if ranges else {}
     problem = AttentionProblem(uniform_block(1000, 1100, 2, block, 0.4, causal=True, seed=3), 2, 8, 2, 128)
     kernel = kernels.get(name)
-    operands = kernel.prepare(problem)
+    operands = kernel.prepare(problem, **options)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16) for x in inputs(problem))
     long, noise = jax.jit(lambda x, noise: x * ((noise @ noise).sum() * 0 + 1).astype(x.dtype)), jnp.ones((4096, 4096))
     passes = jax.jit(lambda *arrays: run(kernel, problem.scale, operands, *arrays))
@@ -171,6 +217,33 @@ def test_pairs_and_what_is_left_are_the_lists(mask):
             assert pair[0] <= full and own[0] <= full and own[1] <= part
             other = entries(by_key, head, tile ^ 1)
             assert pair[0] | pair[1] == (full | part) & (other[0] | other[1])
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["uniform", "variable"])
+@pytest.mark.parametrize("ranges", [1, 3, 8])
+def test_ranges_are_the_lists(mask, ranges):
+    """Every piece of a list is in the range that it lies in, full ones first, all ascending; none twice; lists of one
+    shape. Of more ranges than pieces some are empty."""
+    cut = hopper_lists.pieces(mask, 64, 64, True)
+    listed = hopper_lists.listed(cut)
+    for lists in hopper_lists.by_pairs(hopper_lists.by_key(cut, listed)):
+        parts = hopper_lists.in_ranges(lists, ranges)
+        assert len(parts) == ranges and len({part.indices.shape for part in parts}) == 1
+        for head, tile in np.ndindex(lists.counts.shape):
+            full, total = int(lists.full[head, tile]), int(lists.counts[head, tile])
+            found = [[], []]
+            for n, part in enumerate(parts):
+                pieces = lists.starts.shape[1]
+                first, last = n * pieces // ranges, (n + 1) * pieces // ranges
+                leading, count = int(part.full[head, tile]), int(part.counts[head, tile])
+                here = np.asarray(part.indices[head, tile])
+                assert ((here[:count] >= first) & (here[:count] < last)).all() and not here[count:].any()
+                found[0] += here[:leading].tolist()
+                found[1] += here[leading:count].tolist()
+            want = np.asarray(lists.indices[head, tile])
+            assert found == [want[:full].tolist(), want[full:total].tolist()]
+        for part in parts:
+            assert (np.diff(np.take_along_axis(part.counts, part.order - 1, axis=1)) <= 0).all()
 
 
 @pytest.mark.parametrize("which, mask, head_dim, q_heads, kv_heads", [
