@@ -4,8 +4,9 @@ A thread block owns a tile of keys; its two consumer warpgroups hold dk and dv o
 their gradients (rows are keys, columns are queries) feed the products from registers, and dS goes through shared
 memory once, for dq, of which each warpgroup computes a half and adds it to a float32 buffer by TMA
 (FlashAttention-3's backward, Shah et al., 2024, appendix B.1). lse and delta are added to the logits and their
-gradients by the tensor cores (hopper_statistics.py). Without dq the same kernel is the deterministic one: nothing is
-added in an order of chance, and hopper_dq.py computes dq on its own.
+gradients by the tensor cores (hopper_statistics.py). Queries that see none of its 64 keys a warpgroup passes by, where
+the policy tells. Without dq the same kernel is the deterministic one: nothing is added in an order of chance, and
+hopper_dq.py computes dq on its own.
 """
 
 import dataclasses
@@ -19,18 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels.hopper_add import PART, ROWS, add, add_at_once, add_by_parts, by_token, register_shape, wait
-from jax_impl.kernels.hopper_forward import (
-    COMPILER,
-    LOG2E,
-    drain,
-    load_values,
-    round_up,
-    shared_tile,
-    split_number,
-    value_tiles,
-)
+from jax_impl.kernels.hopper_forward import COMPILER, LOG2E, round_up, shared_tile, split_number, value_tiles
 from jax_impl.kernels.hopper_inline import opaque_zero, store
-from jax_impl.kernels.hopper_key_walk import KeyWalk
+from jax_impl.kernels.hopper_key_walk import KeyWalk, Scratch, produce
 from jax_impl.kernels.hopper_masks import COLUMN, TILE, Head, Place, Policy
 from jax_impl.kernels.hopper_statistics import TERMS, base2, begin, ones, statistics
 
@@ -187,10 +179,10 @@ class _KeyMajor:
             dk_g, dv_g, *mask_refs = refs
         else:
             *mask_refs, dk_g, dv_g = refs
-        s = _Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
+        s = Scratch(q_g, k_g, v_g, do_g, lse_g, statistics_g, dq_g, dk_g, dv_g, **scratch)
         walk, works = self._walk(mask_refs)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when((warpgroup == CONSUMERS) & works)(lambda: _produce(self, s, walk))
+        pl.when((warpgroup == CONSUMERS) & works)(lambda: produce(s, walk, self.tiles, self.ahead))
 
         @pl.when((warpgroup < CONSUMERS) & works)
         def _():
@@ -217,71 +209,11 @@ class _KeyMajor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scratch:
-    """Device-memory and shared-memory references of a thread block (_g and _s) and its barriers."""
-
-    q_g: jax.Ref
-    k_g: jax.Ref
-    v_g: jax.Ref
-    do_g: jax.Ref
-    lse_g: jax.Ref
-    statistics_g: jax.Ref
-    dq_g: jax.Ref | None
-    dk_g: jax.Ref
-    dv_g: jax.Ref
-    k_s: jax.Ref
-    v_s: jax.Ref
-    q_s: jax.Ref
-    do_s: jax.Ref
-    statistics_s: jax.Ref
-    column_s: jax.Ref
-    values_s: list[jax.Ref]
-    kv_ready: jax.Ref
-    q_ready: jax.Ref
-    do_ready: jax.Ref
-    q_free: jax.Ref
-    do_free: jax.Ref
-    lse_s: jax.Ref | None = None
-    ds_s: jax.Ref | None = None
-    sum_s: jax.Ref | None = None
-    ds_ready: jax.Ref | None = None
-
-
-def _produce(kernel: _KeyMajor, s: _Scratch, walk: KeyWalk):
-    """Loads the keys and values once, then keeps the rings of queries and douts full."""
-    plgpu.set_max_registers(kernel.tiles.registers[1], action="decrease")
-    stages, batch = jnp.int32(kernel.tiles.stages), walk.first.batch
-    keys = pl.ds(walk.tile * kernel.tiles.row_tokens, kernel.tiles.row_tokens)
-    plgpu.copy_gmem_to_smem(s.k_g.at[batch, keys, walk.first.kv], s.k_s, s.kv_ready)
-    plgpu.copy_gmem_to_smem(s.v_g.at[batch, keys, walk.first.kv], s.v_s, s.kv_ready)
-
-    def load(step, column, head, *_):
-        slot, column = lax.rem(step, stages), column()
-        queries = pl.ds(column * kernel.tiles.columns, kernel.tiles.columns)
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
-        plgpu.copy_gmem_to_smem(s.q_g.at[batch, queries, head.q], s.q_s.at[slot], s.q_ready.at[slot])
-        plgpu.copy_gmem_to_smem(s.statistics_g.at[batch, head.q, queries], s.statistics_s.at[slot], s.q_ready.at[slot])
-        if kernel.policy.changes_scores:
-            plgpu.copy_gmem_to_smem(s.lse_g.at[batch, head.q, queries], s.lse_s.at[slot], s.q_ready.at[slot])
-        load_values(kernel.policy, walk.refs, queries, slot, s.values_s, s.q_ready)
-        s.column_s[slot] = column  # consumers read it from here, so that they hold no state of the walk
-        plgpu.barrier_arrive(s.q_ready.at[slot])
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
-        plgpu.copy_gmem_to_smem(s.do_g.at[batch, queries, head.q], s.do_s.at[slot], s.do_ready.at[slot])
-
-    total, _ = walk.each(load, None)
-    if kernel.ahead:  # the last step computes logits of one more
-        load(total, lambda: jnp.int32(0), walk.first)
-        total += 1
-    drain(total, kernel.tiles.stages, s.q_free, s.do_free)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Consumer:
     """One consumer warpgroup: dk and dv of 64 keys, and its half of every dq tile."""
 
     kernel: _KeyMajor
-    s: _Scratch
+    s: Scratch
     walk: KeyWalk
     warpgroup: jax.Array
 
@@ -328,11 +260,17 @@ class _Consumer:
             return dk_ref[...], dv_ref[...]
         # dq of a step is computed in the next one, so that no warpgroup waits for the other's dS of the same step.
         # Step -1 has dS = 0 and adds nothing, to the first query tile of the first head.
-        s.ds_s[1, self._rows] = plgpu.layout_cast(jnp.zeros((ROWS, kernel.tiles.columns), kernel.dtype), TILE)
+        s.ds_s[1, self._rows] = self._zeros(kernel.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s.ds_ready)
-        exponents = self._exponents(first, first) if kernel.ahead else None
-        steps, (_, before) = self.walk.each(step, (exponents, (first, self.walk.first.q)))
+        carry, passing = (None, (first, self.walk.first.q)), ()
+        if kernel.ahead:  # every step finds its queries awaited
+            plgpu.barrier_wait(s.q_ready.at[first])
+            if kernel.policy.spans is None:
+                carry = self._begin(first, carry)
+            else:
+                carry, passing = (self._zeros(jnp.float32), carry[1]), (self.warpgroup, self._pass_by, self._begin)
+        steps, (_, before) = self.walk.each(step, carry, *passing)
         if kernel.ahead:
             slot = lax.rem(steps, jnp.int32(kernel.tiles.stages))
             plgpu.barrier_wait(s.do_ready.at[slot])
@@ -348,10 +286,28 @@ class _Consumer:
         return dk_ref[...], dv_ref[...]
 
     def _step(self, dk_ref, dv_ref, step, _, head, masked: bool, carry):
-        s, kernel = self.s, self.kernel
         exponents, before = carry
-        slot = lax.rem(step, jnp.int32(kernel.tiles.stages))
+        slot = lax.rem(step, jnp.int32(self.kernel.tiles.stages))
         ds = self._gradient(dv_ref, exponents, masked, step, slot, head)
+        return self._products(dk_ref, ds, step, slot, head, before)
+
+    def _pass_by(self, step, head, carry):
+        """A step of whose queries none sees a key of this warpgroup: dq of the step before alone."""
+        exponents, before = carry
+        slot = lax.rem(step, jnp.int32(self.kernel.tiles.stages))
+        plgpu.barrier_wait(self.s.do_ready.at[slot])
+        return exponents, self._products(None, None, step, slot, head, before)[1]
+
+    def _begin(self, step, carry):
+        """What a step does for the next one, for one that follows none or one that was passed by."""
+        return self._exponents(step, lax.rem(step, jnp.int32(self.kernel.tiles.stages))), carry[1]
+
+    def _products(self, dk_ref, ds, step, slot, head, before):
+        """dq of the step before, dk of this one and, if ahead, the next one's logits; the step's carry.
+
+        ds: gradients of the logits, or None where none of the queries sees this warpgroup's keys: then dq alone.
+        """
+        s, kernel = self.s, self.kernel
         if kernel.with_dq:
             here = (s.column_s[slot], head.q)
             half = lax.rem(step, jnp.int32(2))
@@ -360,11 +316,12 @@ class _Consumer:
         def products(*dq_ref):
             if kernel.with_dq:
                 self._issue_dq(*dq_ref, 1 - half, step)
-            plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
+            if ds is not None:
+                plgpu.wgmma(dk_ref, ds, s.q_s.at[slot])
             if kernel.with_dq:  # while the products run
                 if not kernel.by_warps:  # the addition before has read its tile, as all know behind `commit_smem`
                     wait()
-                store(ds, s.ds_s.at[half, self._rows])
+                store(self._zeros(kernel.dtype) if ds is None else ds, s.ds_s.at[half, self._rows])
                 if not kernel.by_warps:
                     plgpu.commit_smem()
             plgpu.wgmma_wait(1)
@@ -373,22 +330,28 @@ class _Consumer:
                 arrive = functools.partial(plgpu.barrier_arrive, s.ds_ready)
                 if not kernel.by_warps:  # else behind the addition's own fence
                     arrive()
-                self._add_dq(plgpu.wgmma_accumulator_load(*dq_ref, wait_n=1), before, waited=True, stored=arrive)
-            after = self._exponents(step, self._after(slot)) if kernel.ahead else None  # while dk's product runs
+                dq = plgpu.wgmma_accumulator_load(*dq_ref, wait_n=0 if ds is None else 1)
+                self._add_dq(dq, before, waited=True, stored=arrive)
+            after = None
+            if kernel.ahead:
+                plgpu.barrier_wait(s.q_ready.at[self._after(slot)])
+                if ds is not None:
+                    after = self._exponents(step, self._after(slot))  # while dk's product runs
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.q_free.at[slot])
             return after
 
         if not kernel.with_dq:
             products()
-            return carry
+            return None, None
         return pl.run_scoped(products, plgpu.ACC((ROWS, PART), jnp.float32)), here
+
+    def _zeros(self, dtype):
+        return plgpu.layout_cast(jnp.zeros((ROWS, self.kernel.tiles.columns), dtype), TILE)
 
     def _exponents(self, step, slot):
         """log2 of a tile's probabilities. Not the logits themselves: an accumulator that one step leaves to the next
         takes registers of its own, and the compiler runs all products one after the other."""
-        plgpu.barrier_wait(self.s.q_ready.at[slot])
-
         def issued(logits_ref):
             self._issue_logits(logits_ref, self._keys(step), slot)
             return logits_ref[...] * (self.kernel.scale * LOG2E)

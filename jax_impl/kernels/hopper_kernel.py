@@ -130,11 +130,14 @@ def prepare_intervals(
       deterministic: whether the backward pass is the same bit for bit every time (seven products instead of five).
       tiles: the schedules, or None for the measured ones.
     """
-    def maker(mask: IntervalMask):
-        return lambda rows, columns, order: hopper_masks.intervals(mask, rows, columns, device, order)
+    def maker(mask: IntervalMask, halves: bool = False):
+        return lambda rows, columns, order: hopper_masks.intervals(mask, rows, columns, device, order, halves)
 
-    makers = maker(problem.mask), maker(problem.mask.transpose())
-    return build(problem, *makers, tiles or default_tiles(problem), deterministic)
+    tiles = tiles or default_tiles(problem)
+    # One query head a thread block, in tiles of 64 queries: elsewhere what a half leaves out is no gain.
+    halves = not deterministic and problem.group == 1 and tiles.key_major.columns == 64
+    makers = maker(problem.mask), maker(problem.mask.transpose(), halves)
+    return build(problem, *makers, tiles, deterministic)
 
 
 def _positive_scale(q, scale: float):

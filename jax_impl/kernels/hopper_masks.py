@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from workload.masks import IntervalMask
+from workload.tiles import TileRuns
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -96,11 +97,13 @@ class Walk:
     Attributes:
       partial, total: int32 counts; steps 0 .. partial - 1 are partial tiles, the rest full ones.
       column: step -> index of its column tile.
+      span: half of the row tile -> the partial steps, from one to before another, that it sees something at; or None.
     """
 
     partial: jax.Array
     total: jax.Array
     column: Callable[[jax.Array], jax.Array]
+    span: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
 
 class Policy:
@@ -112,6 +115,7 @@ class Policy:
     heads_differ = False  # whether query heads that share keys visit different column tiles
     values = 0  # how many vectors `column_values` returns
     share_blocks = 0  # thread blocks of a forward that `share` tells what to do
+    spans = None  # `Walk.span` of every half of a row tile, where walks tell
     orders_blocks = False  # whether `block` (in a key-major pass) or `share` (in the forward) says what blocks do when
 
     def operands(self) -> tuple[jax.Array, ...]:
@@ -205,6 +209,7 @@ class Intervals(Policy):
         `Policy.share`.
       row_tokens, column_tokens: tile sizes.
       orders_blocks: whether this is the policy of a key-major pass or of the forward, whose blocks are ordered.
+      spans: int32 [tiles, 2, 2]: `Walk.span` of both halves of each tile, or None.
     """
 
     starts: jax.Array
@@ -215,9 +220,11 @@ class Intervals(Policy):
     row_tokens: int = dataclasses.field(metadata={"static": True})
     column_tokens: int = dataclasses.field(metadata={"static": True})
     orders_blocks: bool = dataclasses.field(default=False, metadata={"static": True})
+    spans: jax.Array | None = None
 
     def operands(self):
-        return self.starts, self.ends, self.partial, self.full, self.order
+        spans = () if self.spans is None else (self.spans,)
+        return self.starts, self.ends, self.partial, self.full, self.order, *spans
 
     def row_tile(self, refs, head, place):
         chosen = refs[4][place]
@@ -247,7 +254,8 @@ class Intervals(Policy):
             return out
 
         steps = sum(end - begin for begin, end in partial)
-        return Walk(steps, steps + sum(end - begin for begin, end in full), column)
+        span = None if self.spans is None else lambda half: (refs[5][tile, half, 0], refs[5][tile, half, 1])
+        return Walk(steps, steps + sum(end - begin for begin, end in full), column, span)
 
     def load_rows(self, refs, head, row0, rows):
         def load(ref, r):
@@ -259,11 +267,14 @@ class Intervals(Policy):
         return _in_intervals(state, place)
 
 
-def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=None, order=None) -> Intervals:
+def intervals(
+    mask: IntervalMask, row_tokens: int, column_tokens: int, device=None, order=None, halves: bool = False
+) -> Intervals:
     """The policy of a row-interval mask for one pair of tile sizes; a key-major pass hands in `mask.transpose()`.
 
     Args:
       order: (mask, weights of its row tiles) -> what the policy's `order` is where it orders thread blocks.
+      halves: whether walks are to tell what each half of a row tile sees.
     """
     runs = mask.tile_runs(row_tokens, column_tokens)
     tiles = len(runs.full_begin)
@@ -278,4 +289,17 @@ def intervals(mask: IntervalMask, row_tokens: int, column_tokens: int, device=No
         np.stack([runs.full_begin, runs.full_end]),
         ordered.astype(np.int32),
     )
-    return Intervals(*(jax.device_put(x, device) for x in arrays), row_tokens, column_tokens, order is not None)
+    spans = jax.device_put(_spans(*arrays[:2], runs), device) if halves else None
+    arrays = (jax.device_put(x, device) for x in arrays)
+    return Intervals(*arrays, row_tokens, column_tokens, order is not None, spans)
+
+
+def _spans(starts: np.ndarray, ends: np.ndarray, runs: TileRuns) -> np.ndarray:
+    """`Intervals.spans` of intervals [R, rows of whole tiles]: the partial steps between a half's outermost columns."""
+    starts, ends = (x.reshape(len(x), len(runs.full_begin), 2, runs.tile_q // 2) for x in (starts, ends))
+    seen, none = starts < ends, runs.k_tiles
+    behind = np.where(seen, -(-ends // runs.tile_k), 0).max(axis=(0, 3), initial=0)
+    first = np.where(seen, starts // runs.tile_k, none).min(axis=(0, 3), initial=none)
+    columns = np.stack([np.minimum(first, behind), behind], axis=2)
+    ranges = zip(runs.partial_begin.T[:, :, None, None], runs.partial_end.T[:, :, None, None], strict=True)
+    return sum((np.clip(columns, *run) - run[0] for run in ranges), np.zeros_like(columns)).astype(np.int32)
