@@ -217,7 +217,7 @@ class Race:
 
 def told(row: dict[str, Any]) -> str:
     """A row in one line of text."""
-    rates = ", ".join(f"{name} {x:.0f}" for name, x in sorted(row["tflops"].items(), key=lambda x: -x[1]))
+    rates = ", ".join(f"{name} {x:.4g}" for name, x in sorted(row["tflops"].items(), key=lambda x: -x[1]))
     raced = f"{rates} TFLOP/s" if rates else "no contender ran"
     wrong = f"; {row['status']}: {row['reason']}" if row["reason"] else ""
     return f"{row['key'].rpartition('/')[0]}: {raced}{wrong}"

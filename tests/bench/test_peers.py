@@ -128,6 +128,8 @@ def test_a_race_that_all_contenders_refuse_is_no_success():
     row = race.row(ProblemSpec("causal", 64, q_heads=2, kv_heads=1, head_dim=64), "forward")
     assert row["status"] == "unsupported" and not row["tflops"]
     assert "no contender ran; unsupported: torch:fa3: " in peers.told(row) and "torch:vsa: " in row["reason"]
+    raced = row | {"tflops": {"a": 0.01234, "b": 620.51}, "reason": ""}
+    assert peers.told(raced).endswith(": b 620.5, a 0.01234 TFLOP/s")
 
 
 def test_both_stacks_meet_in_one_process(tmp_path):
