@@ -94,15 +94,14 @@ def paired(lists: TileLists, *, column_tiles: int) -> tuple[TileLists, TileLists
 
 @jax.jit
 def within(lists: TileLists, first, last) -> TileLists:
-    """What of the lists is in the column tiles from `first` to before `last`, in the same order; full ones, and others,
-    ascend in every list."""
+    """The lists of the column tiles from `first` to before `last`. In every list full ones ascend, and the others."""
     place = jnp.arange(lists.indices.shape[2])
     full, rest = place < lists.full[..., None], place >= lists.full[..., None]
     rest &= place < lists.counts[..., None]
     before, inside = lists.indices < first, (lists.indices >= first) & (lists.indices < last)
     count = lambda x: x.sum(axis=2, dtype=jnp.int32)  # noqa: E731
     leading, following = count(full & inside), count(rest & inside)
-    of_full, of_rest = (count(full & before), lists.full + count(rest & before) - leading)
+    of_full, of_rest = count(full & before), lists.full + count(rest & before) - leading
     at = place + jnp.where(place < leading[..., None], of_full[..., None], of_rest[..., None])
     listed = place < (leading + following)[..., None]
     indices = jnp.take_along_axis(lists.indices, jnp.where(listed, at, 0), axis=2)
