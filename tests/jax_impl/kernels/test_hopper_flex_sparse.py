@@ -11,6 +11,7 @@ import pytest
 from jax_impl import kernels
 from jax_impl.kernels import hopper_sparse
 from jax_impl.kernels.flex_sparse import prepare
+from jax_impl.kernels.hopper_lists import in_ranges
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
 from tests.conformance import inputs, relative_error
@@ -126,6 +127,17 @@ def test_no_races_where_rings_go_round():
     short = dataclasses.replace(schedules.backward, pairs=PairTiles(2), roles=RoleTiles(2))
     narrow = dataclasses.replace(operands.narrow, schedules=dataclasses.replace(schedules, backward=short))
     held_to_dense(problem, predicate, dataclasses.replace(operands, narrow=narrow), races=True)
+
+
+@pytest.mark.slow
+def test_ranges_of_queries_are_asked_alike():
+    """The backward's lists in two ranges, under a list for each head."""
+    problem = AttentionProblem(uniform_block(190, 180, 2, 64, 0.7, seed=3), 1, 2, 1, 64)
+    predicate = Predicate(later, capped, (np.arange(190, dtype=np.int32) % 3,), (np.arange(180, dtype=np.int32) % 4,))
+    operands = prepare(problem, predicate=predicate)
+    shared, apart = (in_ranges(lists, 2) for (lists,) in (operands.narrow.shared, operands.narrow.apart))
+    narrow = dataclasses.replace(operands.narrow, shared=shared, apart=apart)
+    held_to_dense(problem, predicate, dataclasses.replace(operands, narrow=narrow))
 
 
 @pytest.mark.parametrize("predicate", [
