@@ -279,6 +279,28 @@ def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
     return np.asarray(found).reshape(q_tiles, k_tiles)
 
 
+def check_traced(used: Predicate) -> None:
+    """TypeError naming the function that cannot be traced or gives no bool, ValueError the one that holds an array: a
+    kernel reads none but q_arrays and kv_arrays."""
+    index, element = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1, 1)))
+    place = index, index, element, element
+    calls = {"mask_mod": (*place, (element,) * len(used.q_arrays), (element,) * len(used.kv_arrays)),
+             "score_mod": (jax.ShapeDtypeStruct((1, 1), jnp.float32), *place)}
+    for name, arguments in calls.items():
+        function = getattr(used, name)
+        if function is None:
+            continue
+        try:
+            traced = jax.make_jaxpr(function)(*arguments)
+        except jax.errors.JAXTypeError as problem:
+            raise TypeError(f"{name}: {str(problem).splitlines()[0]}") from problem
+        if name == "mask_mod":
+            check_seen(traced.out_avals[0])
+        for x in traced.consts:
+            if np.shape(x):
+                raise ValueError(f"{name}: holds {x.dtype} {np.shape(x)}; kernels read arrays of q_arrays, kv_arrays")
+
+
 def _listed(classes: np.ndarray, device) -> Listed:
     """Lists of the visited tiles of each row of classes, partial ones first, heaviest rows first."""
     key = np.where(classes == 0, 3, classes)  # partial 1, full 2, empty last
@@ -303,7 +325,7 @@ def prepare(
 
     Args:
       predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
-        as of `workload.predicate.given`.
+        as of `workload.predicate.given` and `check_traced`.
       per_head: whether the mask_mod reads batch or q_head (ValueError where it does without); a tile is visited if any
         of them sees a cell of it.
       deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
@@ -312,7 +334,7 @@ def prepare(
     own = used.mask_mod is not None
     if not own:
         used = dataclasses.replace(predicate_of(problem.mask), score_mod=used.score_mod)
-    heads = heads_of(problem, per_head)
+    heads = [tuple(jnp.int32(x) for x in pair) if per_head else pair for pair in heads_of(problem, per_head)]
     by_key = problem.mask.transpose()
 
     def rows_of(transposed, rows, columns, order):
@@ -336,7 +358,9 @@ def prepare(
         if used.kv_arrays:  # a tile's key values take the registers that queries would
             tiles = dataclasses.replace(tiles, forward=dataclasses.replace(tiles.forward, q_registers=False))
     makers = functools.partial(rows_of, False), functools.partial(rows_of, True)
-    return hopper_kernel.build(problem, *makers, tiles, deterministic)
+    built = hopper_kernel.build(problem, *makers, tiles, deterministic)
+    check_traced(used)
+    return built
 
 
 KERNEL = Kernel(

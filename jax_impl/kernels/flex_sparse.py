@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_impl.kernels import hopper_kernel, hopper_sparse
 from jax_impl.kernels.base import Kernel
-from jax_impl.kernels.flex import Traced
+from jax_impl.kernels.flex import Traced, check_traced
 from jax_impl.kernels.hopper_backward import BackwardTiles
 from jax_impl.kernels.hopper_forward import ForwardTiles, round_up
 from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
@@ -191,9 +191,10 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
 
     Args:
       predicate: a mask_mod and a score_mod besides the mask; a mask_mod is asked in every listed tile. TypeError or
-        ValueError as of `workload.predicate.given`.
+        ValueError as of `workload.predicate.given` and `check_traced`.
     """
     mask, used = problem.mask, given(predicate, problem)
+    check_traced(used)
     if mask.block % WIDE:
         return _narrow(problem, used, device)
     columns = NARROW if problem.head_dim == 128 else WIDE

@@ -1,7 +1,9 @@
 """Predicates: what their arrays must be, in both stacks."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import jax_impl.kernels
 import torch_impl.kernels
@@ -53,8 +55,7 @@ def test_a_mask_mod_gives_booleans(gives, said):
 
 @pytest.mark.parametrize("reads", [
     lambda b, h, i, j: j < 30 + 16 * h, lambda b, h, i, j: (j <= i) & (i % (b + 2) == 0),
-    lambda b, h, i, j: (j <= i) | (h >= 1), lambda b, h, i, j: j < 30 + h.real, lambda b, h, i, j: j < np.arange(2)[h],
-    lambda b, h, i, j: i == h, lambda b, h, i, j: j < (10, 20)[h], lambda b, h, i, j: j <= i if b else j < i])
+    lambda b, h, i, j: (j <= i) | (h >= 1), lambda b, h, i, j: j < 30 + h.real, lambda b, h, i, j: i == h])
 def test_a_mask_mod_that_reads_its_head_says_so(reads):
     """Else the tiles that head 0 of batch entry 0 sees were those of all heads, without a word."""
     predicate = Predicate(lambda b, h, i, j, *_: reads(b, h, i, j))
@@ -64,6 +65,41 @@ def test_a_mask_mod_that_reads_its_head_says_so(reads):
             kernel.prepare(FULL, predicate=predicate)
         kernel.prepare(FULL, predicate=predicate, per_head=True)
     assert heads_of(FULL, True) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("reads", [
+    lambda b, h, i, j: j < (10, 20)[h], lambda b, h, i, j: j <= i if b else j < i,
+    lambda b, h, i, j: j < np.arange(2)[h]])
+def test_a_mask_mod_that_reads_its_head_in_python_says_so(reads):
+    """A program that is traced has no number there."""
+    predicate = Predicate(lambda b, h, i, j, *_: reads(b, h, i, j))
+    for table in (jax_impl.kernels, torch_impl.kernels):
+        with pytest.raises(ValueError, match="^per_head: False, and the mask_mod reads batch or q_head"):
+            table.get("flex").prepare(FULL, predicate=predicate)
+    with pytest.raises(TypeError, match="^mask_mod: "):
+        jax_impl.kernels.get("flex").prepare(FULL, predicate=predicate, per_head=True)
+
+
+@pytest.mark.parametrize("table, reads", [
+    (torch_impl.kernels, lambda h, j: j < torch.where(h == 0, 10, 20)),
+    (jax_impl.kernels, lambda h, j: j < 10 + h.astype(jnp.int32))])
+def test_a_mask_mod_is_asked_under_heads_as_kernels_give_them(table, reads):
+    """Numbers of Python are no tensors."""
+    predicate = Predicate(lambda b, h, i, j, *_: reads(h, j) & (b >= 0))
+    table.get("flex").prepare(FULL, predicate=predicate, per_head=True)
+
+
+@pytest.mark.parametrize("name, problem", [("flex", FULL), ("flex_sparse", BLOCKS)])
+def test_arrays_that_a_function_holds_are_refused_before_a_kernel_is_traced(name, problem):
+    kernel, window, bias = jax_impl.kernels.get(name), jnp.arange(70), np.ones(70, np.float32)
+    number = jnp.float32(0.5)
+    with pytest.raises(ValueError, match=r"^mask_mod: holds int32 \(70,\); kernels read arrays of q_arrays, kv_arrays"):
+        kernel.prepare(problem, predicate=Predicate(lambda b, h, i, j, *_: j <= i + window[i]))
+    with pytest.raises(ValueError, match=r"^score_mod: holds float32 \(70,\)"):
+        kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + jnp.asarray(bias)[j]))
+    with pytest.raises(TypeError, match="^mask_mod: gives int32, not bool"):
+        kernel.prepare(problem, predicate=Predicate(lambda b, h, i, j, *_: j - i))
+    kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s * number + bias[2]))
 
 
 def test_what_is_no_predicate_is_named():

@@ -174,7 +174,9 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     arrays = (*used.q_arrays, *used.kv_arrays)
     bounds = tuple(torch.as_tensor(np.ascontiguousarray(x, np.int32), device=device) for x in arrays)
     seen = Given(used.mask_mod, len(used.q_arrays))
-    classes = classes_of(seen, bounds, (problem.q_len, problem.kv_len), heads_of(problem, per_head), device)
+    heads = [tuple(torch.tensor(x, device=device) for x in pair) if per_head else pair
+             for pair in heads_of(problem, per_head)]  # tensors, as the operator gives them
+    classes = classes_of(seen, bounds, (problem.q_len, problem.kv_len), heads, device)
     found = (x for tiles in (classes, classes.T) for which in (1, 2) for x in _chosen(tiles == which))
     return FlexOperands(bounds, tuple(torch.as_tensor(x, device=device)[None, None] for x in found), seen, score)
 
