@@ -280,8 +280,8 @@ def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
 
 
 def check_traced(used: Predicate) -> None:
-    """TypeError naming the function that cannot be traced or gives no bool, ValueError the one that holds an array: a
-    kernel reads none but q_arrays and kv_arrays."""
+    """TypeError naming the function that cannot be traced or gives no bool, ValueError the one that holds an array (a
+    kernel reads none but q_arrays and kv_arrays) or a value that is traced, whose gradient would be lost."""
     index, element = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1, 1)))
     place = index, index, element, element
     calls = {"mask_mod": (*place, (element,) * len(used.q_arrays), (element,) * len(used.kv_arrays)),
@@ -295,8 +295,10 @@ def check_traced(used: Predicate) -> None:
         except jax.errors.JAXTypeError as problem:
             raise TypeError(f"{name}: {str(problem).splitlines()[0]}") from problem
         if name == "mask_mod":
-            check_seen(traced.out_avals[0])
+            check_seen(next(iter(traced.out_avals), None))
         for x in traced.consts:
+            if isinstance(x, jax.core.Tracer):
+                raise ValueError(f"{name}: holds a value that is traced, {x.dtype} {np.shape(x)}, not a constant")
             if np.shape(x):
                 raise ValueError(f"{name}: holds {x.dtype} {np.shape(x)}; kernels read arrays of q_arrays, kv_arrays")
 
@@ -331,6 +333,7 @@ def prepare(
       deterministic, tiles: as of `hopper_kernel.prepare_intervals`.
     """
     used = given(predicate, problem)
+    check_traced(used)
     own = used.mask_mod is not None
     if not own:
         used = dataclasses.replace(predicate_of(problem.mask), score_mod=used.score_mod)
@@ -358,9 +361,7 @@ def prepare(
         if used.kv_arrays:  # a tile's key values take the registers that queries would
             tiles = dataclasses.replace(tiles, forward=dataclasses.replace(tiles.forward, q_registers=False))
     makers = functools.partial(rows_of, False), functools.partial(rows_of, True)
-    built = hopper_kernel.build(problem, *makers, tiles, deterministic)
-    check_traced(used)
-    return built
+    return hopper_kernel.build(problem, *makers, tiles, deterministic)
 
 
 KERNEL = Kernel(

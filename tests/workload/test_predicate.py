@@ -1,5 +1,6 @@
 """Predicates: what their arrays must be, in both stacks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,11 +74,11 @@ def test_a_mask_mod_that_reads_its_head_says_so(reads):
 def test_a_mask_mod_that_reads_its_head_in_python_says_so(reads):
     """A program that is traced has no number there."""
     predicate = Predicate(lambda b, h, i, j, *_: reads(b, h, i, j))
-    for table in (jax_impl.kernels, torch_impl.kernels):
-        with pytest.raises(ValueError, match="^per_head: False, and the mask_mod reads batch or q_head"):
-            table.get("flex").prepare(FULL, predicate=predicate)
-    with pytest.raises(TypeError, match="^mask_mod: "):
-        jax_impl.kernels.get("flex").prepare(FULL, predicate=predicate, per_head=True)
+    with pytest.raises(ValueError, match="^per_head: False, and the mask_mod reads batch or q_head"):
+        torch_impl.kernels.get("flex").prepare(FULL, predicate=predicate)
+    for per_head in (False, True):
+        with pytest.raises(TypeError, match="^mask_mod: "):
+            jax_impl.kernels.get("flex").prepare(FULL, predicate=predicate, per_head=per_head)
 
 
 @pytest.mark.parametrize("table, reads", [
@@ -100,6 +101,24 @@ def test_arrays_that_a_function_holds_are_refused_before_a_kernel_is_traced(name
     with pytest.raises(TypeError, match="^mask_mod: gives int32, not bool"):
         kernel.prepare(problem, predicate=Predicate(lambda b, h, i, j, *_: j - i))
     kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s * number + bias[2]))
+
+
+@pytest.mark.parametrize("name, problem", [("flex", FULL), ("flex_sparse", BLOCKS)])
+def test_what_logits_would_lose_the_gradient_of_is_refused(name, problem):
+    """A bias that is learnt: it got none, without a word."""
+    def sharpened(by):
+        jax_impl.kernels.get(name).prepare(problem, predicate=Predicate(None, lambda s, *_: s * by))
+        return by
+
+    for transformed in (jax.jit(sharpened), jax.grad(sharpened)):
+        with pytest.raises(ValueError, match=r"^score_mod: holds a value that is traced, float32 \(\)"):
+            transformed(0.5)
+    bias = torch.zeros(70, requires_grad=True)
+    if name == "flex":
+        kernel = torch_impl.kernels.get("flex")
+        with pytest.raises(ValueError, match="^score_mod: reads a tensor that requires a gradient"):
+            kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + bias[j]))
+        kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + bias.detach()[j]))
 
 
 def test_what_is_no_predicate_is_named():

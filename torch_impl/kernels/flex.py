@@ -154,6 +154,14 @@ def _chosen(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return counts, np.where(np.arange(tiles.shape[1]) < counts[:, None], indices, 0)
 
 
+def check_constant(score_mod: Callable, device) -> None:
+    """ValueError where a score_mod reads a tensor that asks for a gradient: it gets none."""
+    score, index = torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+    with torch.enable_grad():
+        if getattr(score_mod(score, *[index] * 4), "requires_grad", False):
+            raise ValueError("score_mod: reads a tensor that requires a gradient, and gets none; detach it")
+
+
 def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | None = None,
             per_head: bool = False) -> FlexOperands:
     """What the predicate reads and the block lists on the device: O(blocks^2) memory, as the operator wants it.
@@ -166,6 +174,8 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     """
     used, mask = given(predicate, problem), problem.mask
     score = used.score_mod or _unchanged
+    if used.score_mod:
+        check_constant(score, device)
     if used.mask_mod is None:
         rows = [x[r] for r in range(mask.intervals) for x in (mask.starts, mask.ends)]
         bounds = tuple(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in rows)
