@@ -34,7 +34,9 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
     chosen = kernels.get(kernel)
     chosen.require(problem, ("forward",))
     chosen.require_options(options)
-    out, lse = attend(kernel, problem.scale, q, k, v, chosen.prepare(problem, **options))
+    with jax.ensure_compile_time_eval():  # of the mask alone, also where a training step is traced
+        operands = chosen.prepare(problem, **options)
+    out, lse = attend(kernel, problem.scale, q, k, v, operands)
     return out, jax.lax.stop_gradient(lse)
 
 

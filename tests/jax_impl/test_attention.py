@@ -8,7 +8,7 @@ import pytest
 
 from jax_impl import kernels
 from jax_impl.attention import attend, attention
-from jax_impl.kernels import base, naive
+from jax_impl.kernels import base, hopper_kernel, naive
 from tests.conformance import check_refuses_no_problem, relative_error
 from workload import masks
 from workload.block_masks import uniform_block, variable_block
@@ -16,6 +16,7 @@ from workload.capability import Capability
 from workload.documents import pack
 from workload.errors import Unsupported
 from workload.oracle import attention_oracle
+from workload.predicate import Predicate
 from workload.problem import AttentionProblem
 
 MASKS = [masks.prefix_lm_document(11, 14, [5, 0, 9], [2, 0, 4]), variable_block(11, 14, 3, 3, 1, 0.5, causal=True)]
@@ -68,6 +69,24 @@ def test_gradients_are_not_differentiated_again(kernel, power):
 
     with pytest.raises(Unsupported, match="attention: its gradients are not differentiated again"):
         jax.grad(slope)(q)
+
+
+@pytest.mark.parametrize("kernel", [name for name in kernels.NAMES if name != "cudnn"])
+def test_inside_a_program_that_is_traced(kernel, monkeypatch):
+    """Lists of blocks, and the tiles of a mask_mod, were made by operations that were traced as well: no such call
+    could be jitted."""
+    monkeypatch.setattr(hopper_kernel, "missing_hardware", lambda: None)  # nothing runs
+    sparse = "uniform_block" in kernels.get(kernel).capability.masks
+    mask = uniform_block(150, 200, 1, 128 if kernel == "fa2_sparse" else 64, 0.5) if sparse else masks.causal(150, 200)
+    options = {"predicate": Predicate(lambda b, h, i, j, *_: j <= i)} if kernel.startswith("flex") else {}
+
+    def loss(q, k, v):
+        return attention(q, k, v, mask, kernel=kernel, **options)[0].astype("float32").sum()
+
+    q, k = jnp.zeros((2, 150, 4, 64), "bfloat16"), jnp.zeros((2, 200, 2, 64), "bfloat16")
+    for transform in (jax.jit, jax.checkpoint):
+        got = jax.eval_shape(jax.grad(transform(loss), argnums=(0, 1, 2)), q, k, k)
+        assert [x.shape for x in got] == [q.shape, k.shape, k.shape]
 
 
 def test_default_scale():
