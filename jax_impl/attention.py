@@ -24,8 +24,9 @@ def attention(q, k, v, mask, *, kernel: str = "naive", scale: float | None = Non
       options: those of the kernel's `prepare`.
 
     Returns: out as q, and lse float32 [batch, q_heads, q_len], natural log. An empty row gives out 0
-    and lse -inf. Gradients flow through out; lse is a constant to differentiation. Batch and heads that are split over
-    devices are a `jax.shard_map` of the caller's around the call, with check_vma=False for kernels of Pallas.
+    and lse -inf. Gradients flow through out; lse is a constant to differentiation. Inside jit, the mask's data are
+    constants of the program. Batch and heads that are split over devices are a `jax.shard_map` of the caller's around
+    the call, with check_vma=False for kernels of Pallas.
 
     Raises: `Unsupported` where the kernel cannot take the problem, ValueError on shapes that disagree, TypeError on
       operands that are no tensors of this stack and on options that the kernel does not have.
