@@ -75,7 +75,7 @@ def prepare(
     schedules = schedules or default_schedules(problem.head_dim, wide)
 
     def ranged(lists: Lists) -> tuple[Lists, ...]:
-        return in_ranges(lists, ranges_in_cache(lists, problem.head_dim, schedules.backward))
+        return in_ranges(lists, ranges_in_cache(problem.q_len, problem.head_dim, schedules.backward))
 
     if wide:
         queries, keys = pieces(mask, WIDE, WIDE, False), pieces(mask, NARROW, WIDE, False)

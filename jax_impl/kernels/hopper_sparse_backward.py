@@ -48,12 +48,13 @@ def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> 
     return heads_side_by_side(kv_heads, kv_heads, 8 * q_len * head_dim, budget)
 
 
-def ranges_in_cache(lists: Lists, head_dim: int, tiles: SparseBackwardTiles) -> int:
+def ranges_in_cache(q_len: int, head_dim: int, tiles: SparseBackwardTiles) -> int:
     """Ranges of a long head's queries, none of which has more than fits.
 
-    Thread blocks begin together and drift apart, in some heads' time as far as a head is long.
+    Thread blocks begin together and drift apart, in some heads' time as far as a head is long. Ranks that share a
+    program have equally many queries, whatever their blocks are, and so equally many ranges.
     """
-    held = 8 * lists.starts.shape[1] * lists.piece * head_dim
+    held = 8 * q_len * head_dim
     return 1 if held <= tiles.whole_bytes else -(-held // tiles.l2_bytes)
 
 

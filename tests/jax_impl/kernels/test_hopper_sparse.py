@@ -10,7 +10,9 @@ import pytest
 
 from jax_impl import kernels
 from jax_impl.kernels import hopper_lists, hopper_sparse, hopper_sparse_backward
+from jax_impl.kernels.block_lists import TileLists, within
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
+from jax_impl.kernels.stack import stack_operands
 from tests.conformance import inputs, relative_error
 from tests.jax_impl.interpret_patch import interpreted
 from workload.block_masks import from_bitmap, uniform_block, variable_block
@@ -93,10 +95,27 @@ def in_ranges_of(tokens, head_dim, wide=False):
     (1 << 16, 128, 1), ((1 << 16) + 64, 128, 3), (1 << 17, 128, 4), (1 << 17, 64, 1), (1 << 20, 128, 32)])
 def test_how_many_ranges(tokens, head_dim, ranges):
     """Heads of up to 64 MiB of queries, douts and dq are walked whole, longer ones 32 MiB at a time."""
-    lists = hopper_lists.Lists(*[np.zeros((1, 1), np.int32)] * 4, *[np.zeros((1, tokens // 64), np.int32)] * 2,
-                               np.zeros((1, 64), np.int32), rows=64, piece=64, by_key=True)
     tiles = hopper_sparse.default_schedules(head_dim, False).backward
-    assert hopper_sparse_backward.ranges_in_cache(lists, head_dim, tiles) == ranges
+    assert hopper_sparse_backward.ranges_in_cache(tokens, head_dim, tiles) == ranges
+
+
+@pytest.mark.parametrize("ends, full, rest", [((0, 6), [1, 4], [0, 2, 5]), ((1, 3), [1], [2]), ((4, 6), [4], [5]),
+                                              ((2, 5), [4], [2]), ((3, 4), [], []), ((5, 6), [], [5])])
+def test_a_range_of_a_list_has_its_full_and_its_other_pieces(ends, full, rest):
+    lists = TileLists(*(jnp.array(x, jnp.int32) for x in ([[2]], [[5]], [[[1, 4, 0, 2, 5, 0]]])))
+    got = within(lists, *ends)
+    assert (int(got.full[0, 0]), int(got.counts[0, 0])) == (len(full), len(full) + len(rest))
+    assert got.indices[0, 0].tolist() == [*full, *rest, *[0] * (6 - len(full) - len(rest))]
+
+
+def test_ranks_of_different_blocks_have_equally_many_ranges():
+    """They stand on more tiles or fewer, and run one program."""
+    ranks = [kernels.get("flashinfer").prepare(
+        AttentionProblem(variable_block(500, 300, 1, mean, 1, 0.5), 1, 2, 1, 64),
+        schedules=in_ranges_of(130, 64)) for mean in (20, 60, 150)]
+    assert len({rank.shared[0].starts.shape[1] for rank in ranks}) > 1
+    stacked = stack_operands(ranks)
+    assert len(stacked.shared) == len(stacked.apart) == 4
 
 
 @pytest.mark.parametrize("name, mask, heads, tokens", [
