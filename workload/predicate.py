@@ -5,7 +5,7 @@
 
 Both are elementwise functions of the stack's own arrays. i, j are indices of queries and keys, q_values and kv_values
 the elements of `q_arrays` and `kv_arrays` at i and j: one integer of 32 bits for each query or key, such as document
-numbers. JAX's hold no other arrays: what differs by head is a chain of `jnp.where` there.
+numbers. JAX's hold no other arrays, not even of one number: what differs by head is a chain of `jnp.where` there.
 """
 
 import dataclasses

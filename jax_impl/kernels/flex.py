@@ -280,8 +280,9 @@ def _classes(mask_mod, q_arrays, kv_arrays, shape, tiles, heads) -> np.ndarray:
 
 
 def check_traced(used: Predicate) -> None:
-    """TypeError naming the function that cannot be traced or gives no bool, ValueError the one that holds an array (a
-    kernel reads none but q_arrays and kv_arrays) or a value that is traced, whose gradient would be lost."""
+    """TypeError naming the function that cannot be traced or gives no bool, ValueError the one that holds an array of
+    JAX, be it a number (kernels take none but q_arrays and kv_arrays), or a traced value, whose gradient would be lost.
+    """
     index, element = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1, 1)))
     place = index, index, element, element
     calls = {"mask_mod": (*place, (element,) * len(used.q_arrays), (element,) * len(used.kv_arrays)),
@@ -299,8 +300,8 @@ def check_traced(used: Predicate) -> None:
         for x in traced.consts:
             if isinstance(x, jax.core.Tracer):
                 raise ValueError(f"{name}: holds a value that is traced, {x.dtype} {np.shape(x)}, not a constant")
-            if np.shape(x):
-                raise ValueError(f"{name}: holds {x.dtype} {np.shape(x)}; kernels read arrays of q_arrays, kv_arrays")
+            raise ValueError(f"{name}: holds an array, {x.dtype} {np.shape(x)}; kernels read q_arrays, kv_arrays and "
+                             "numbers of Python or NumPy")
 
 
 def _listed(classes: np.ndarray, device) -> Listed:

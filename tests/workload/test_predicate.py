@@ -93,14 +93,16 @@ def test_a_mask_mod_is_asked_under_heads_as_kernels_give_them(table, reads):
 @pytest.mark.parametrize("name, problem", [("flex", FULL), ("flex_sparse", BLOCKS)])
 def test_arrays_that_a_function_holds_are_refused_before_a_kernel_is_traced(name, problem):
     kernel, window, bias = jax_impl.kernels.get(name), jnp.arange(70), np.ones(70, np.float32)
-    number = jnp.float32(0.5)
-    with pytest.raises(ValueError, match=r"^mask_mod: holds int32 \(70,\); kernels read arrays of q_arrays, kv_arrays"):
+    number, said = jnp.float32(0.5), "kernels read q_arrays, kv_arrays and numbers of Python or NumPy"
+    with pytest.raises(ValueError, match=rf"^mask_mod: holds an array, int32 \(70,\); {said}"):
         kernel.prepare(problem, predicate=Predicate(lambda b, h, i, j, *_: j <= i + window[i]))
-    with pytest.raises(ValueError, match=r"^score_mod: holds float32 \(70,\)"):
+    with pytest.raises(ValueError, match=r"^score_mod: holds an array, float32 \(70,\)"):
         kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + jnp.asarray(bias)[j]))
+    with pytest.raises(ValueError, match=rf"^score_mod: holds an array, float32 \(\); {said}"):
+        kernel.prepare(problem, predicate=Predicate(None, lambda s, *_: s * number))
     with pytest.raises(TypeError, match="^mask_mod: gives int32, not bool"):
         kernel.prepare(problem, predicate=Predicate(lambda b, h, i, j, *_: j - i))
-    kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s * number + bias[2]))
+    kernel.prepare(problem, predicate=Predicate(None, lambda s, *_: s * jnp.float32(0.5) + bias[2]))
 
 
 @pytest.mark.parametrize("name, problem", [("flex", FULL), ("flex_sparse", BLOCKS)])
@@ -113,12 +115,13 @@ def test_what_logits_would_lose_the_gradient_of_is_refused(name, problem):
     for transformed in (jax.jit(sharpened), jax.grad(sharpened)):
         with pytest.raises(ValueError, match=r"^score_mod: holds a value that is traced, float32 \(\)"):
             transformed(0.5)
-    bias = torch.zeros(70, requires_grad=True)
-    if name == "flex":
-        kernel = torch_impl.kernels.get("flex")
-        with pytest.raises(ValueError, match="^score_mod: reads a tensor that requires a gradient"):
-            kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + bias[j]))
-        kernel.prepare(problem, predicate=Predicate(None, lambda s, b, h, i, j: s + bias.detach()[j]))
+
+
+def test_a_bias_that_would_get_no_gradient_of_torch_is_refused():
+    kernel, bias = torch_impl.kernels.get("flex"), torch.zeros(70, requires_grad=True)
+    with pytest.raises(ValueError, match="^score_mod: reads a tensor that requires a gradient"):
+        kernel.prepare(FULL, predicate=Predicate(None, lambda s, b, h, i, j: s + bias[j]))
+    kernel.prepare(FULL, predicate=Predicate(None, lambda s, b, h, i, j: s + bias.detach()[j]))
 
 
 def test_what_is_no_predicate_is_named():

@@ -168,7 +168,7 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
 
     Args:
       predicate: replaces the mask where it has a mask_mod; its score_mod applies in any case. TypeError or ValueError
-        as of `workload.predicate.given`.
+        as of `workload.predicate.given` and `check_constant`.
       per_head: whether the mask_mod reads batch or q_head (ValueError where it does without); a tile is visited if any
         of them sees a cell of it.
     """
