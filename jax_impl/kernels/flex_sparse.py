@@ -252,8 +252,8 @@ def forward(q, k, v, operands: FlexSparseOperands, scale: float, *, out_dtype=No
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract."""
     if operands.narrow is None:
         return hopper_kernel.forward(q, k, v, operands.wide, scale, out_dtype=out_dtype)
-    asked = operands.asked and operands.asked[0].over
-    return hopper_sparse.forward(q, k, v, operands.narrow, scale, out_dtype=out_dtype, policy=asked)
+    policy_of = operands.asked and operands.asked[0].over
+    return hopper_sparse.forward(q, k, v, operands.narrow, scale, out_dtype=out_dtype, policy_of=policy_of)
 
 
 def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float, *, grad_dtype=None, delta=None):
@@ -261,8 +261,8 @@ def backward(q, k, v, out, lse, dout, operands: FlexSparseOperands, scale: float
     options = {"grad_dtype": grad_dtype, "delta": delta}
     if operands.narrow is None:
         return hopper_kernel.backward(q, k, v, out, lse, dout, operands.wide, scale, **options)
-    asked = operands.asked and operands.asked[1].over
-    return hopper_sparse.backward(q, k, v, out, lse, dout, operands.narrow, scale, policy=asked, **options)
+    policy_of = operands.asked and operands.asked[1].over
+    return hopper_sparse.backward(q, k, v, out, lse, dout, operands.narrow, scale, policy_of=policy_of, **options)
 
 
 KERNEL = Kernel(

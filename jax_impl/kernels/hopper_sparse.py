@@ -94,44 +94,33 @@ def heads_last(x):
 
 
 def forward(q, k, v, operands: SparseOperands, scale: float, *, out_dtype=None,
-            policy: Callable[[Lists], Policy] | None = None):
+            policy_of: Callable[[Lists], Policy] | None = None):
     """out [B, q_len, q_heads, D] and lse [B, q_heads, q_len]; see WORKSPACE.md for the contract.
 
-    policy: of given lists, what is asked of their pieces, and logits changed.
+    policy_of: what is asked of given lists' pieces, and logits changed.
     """
     if not q.size or not k.size:
         lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return jnp.zeros(q.shape, out_dtype or q.dtype), lse
-    layouts = operands.q_layout and (operands.q_layout, operands.kv_layout)
-    if layouts:
-        k, v = _apart(k, v, q.shape[2], operands.forward)
-    return over_lists(q, k, v, operands.forward, layouts, scale, operands.schedules.forward, out_dtype=out_dtype,
-                      policy=policy and policy(operands.forward))
-
-
-def over_lists(q, k, v, lists: Lists, layouts: tuple[Layout, Layout] | None, scale: float, tiles: SparseTiles, *,
-               out_dtype, policy: Policy | None = None):
-    """out and lse of `sparse_forward` for tokens that stand in their order, and for any scale.
-
-    layouts: of queries and of keys, where the lists are of tokens laid out anew.
-    """
-    q_len = q.shape[1]
+    q_len, lists, layouts = q.shape[1], operands.forward, (operands.q_layout, operands.kv_layout)
     if scale <= 0:  # the kernel takes a row's maximum before it scales
         q, scale = (-q, -scale) if scale else (jnp.zeros_like(q), 1.0)
-    if layouts:
+    if layouts[0] is not None:
+        k, v = _apart(k, v, q.shape[2], lists)
         q, k, v = layouts[0].spread(q), layouts[1].spread(k), layouts[1].spread(v)
     q, k, v = whole_rows(q, k, v)
-    out, lse = sparse_forward(q, k, v, lists, scale, tiles, out_dtype=out_dtype, policy=policy)
-    if layouts:
-        return layouts[0].gather(out), heads_last(layouts[0].gather(heads_last(lse)))
-    return out[:, :q_len], lse[:, :, :q_len]
+    out, lse = sparse_forward(q, k, v, lists, scale, operands.schedules.forward, out_dtype=out_dtype,
+                              policy=policy_of and policy_of(lists))
+    if layouts[0] is None:
+        return out[:, :q_len], lse[:, :, :q_len]
+    return layouts[0].gather(out), heads_last(layouts[0].gather(heads_last(lse)))
 
 
 def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *, grad_dtype=None, delta=None,
-             policy: Callable[[Lists], Policy] | None = None):
+             policy_of: Callable[[Lists], Policy] | None = None):
     """dq, dk, dv; lse (and delta) may belong to a larger problem; see WORKSPACE.md for the contract.
 
-    dq is summed by additions in an order of chance; dk and dv are the same bits every time. policy: as of `forward`.
+    dq is summed by additions in an order of chance; dk and dv are the same bits every time. policy_of: as of `forward`.
     """
     grad_dtype = jnp.dtype(grad_dtype or q.dtype)
     if not q.size or not k.size:
@@ -157,7 +146,7 @@ def backward(q, k, v, out, lse, dout, operands: SparseOperands, scale: float, *,
     dq, dk, dv = sparse_backward(
         *whole_rows(q, k, v, dout), lse, delta, lists, operands.apart, scale, operands.schedules.backward,
         grad_dtype=jnp.dtype(jnp.float32) if apart > 1 else grad_dtype, dq_scale=dq_scale, dq_dtype=grad_dtype,
-        policy=policy)
+        policy_of=policy_of)
     if layouts[0] is None:
         dq, dk, dv = dq[:, :q_len], dk[:, :kv_len], dv[:, :kv_len]
     else:

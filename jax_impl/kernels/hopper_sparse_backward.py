@@ -49,7 +49,7 @@ def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> 
 
 
 def ranges_in_cache(q_len: int, head_dim: int, tiles: SparseBackwardTiles) -> int:
-    """Ranges of a long head's queries, none of which has more than fits.
+    """Ranges of a long head's queries, none of which has more than fits where tokens stay where they are.
 
     Thread blocks begin together and drift apart, in some heads' time as far as a head is long. Ranks that share a
     program have equally many queries, whatever their blocks are, and so equally many ranges.
@@ -61,7 +61,7 @@ def ranges_in_cache(q_len: int, head_dim: int, tiles: SparseBackwardTiles) -> in
 def sparse_backward(
     q, k, v, dout, lse, delta, shared: tuple[Lists, ...], apart: tuple[Lists, ...] | None, scale: float,
     tiles: SparseBackwardTiles, *, grad_dtype, dq_scale: float, dq_dtype,
-    policy: Callable[[Lists], Policy] | None = None
+    policy_of: Callable[[Lists], Policy] | None = None
 ):
     """dq, dk and dv over the listed pieces.
 
@@ -74,7 +74,7 @@ def sparse_backward(
       scale: not 0.
       grad_dtype: of dk and dv.
       dq_scale, dq_dtype: what the sum that is dq is multiplied by, and its dtype.
-      policy: of given lists, what is asked of their pieces, and logits changed.
+      policy_of: what is asked of given lists' pieces, and logits changed.
 
     Returns: dq [batch, whole pieces, q_heads, head_dim]; dk, dv [batch, whole tiles, kv_heads, head_dim].
     """
@@ -87,8 +87,8 @@ def sparse_backward(
         return KeyGrid(batch, kv_heads, lists.tiles, group, side, lists.heads)
 
     dq = jax.new_ref(jnp.zeros((batch, q_heads * pieces, *register_shape(dim)), jnp.float32))
-    asked = policy or (lambda lists: None)
-    changed = policy is not None and policy(shared[0]).changes_scores
+    asked = policy_of or (lambda lists: None)
+    changed = policy_of is not None and policy_of(shared[0]).changes_scores
     lse, delta = -lse if changed else -lse / (scale * LOG2E), -delta
     added = group > 1 or len(shared) > 1  # parts: one pass over them costs less than sums in memory by thread blocks
     part = grad_dtype if added or apart is None else jnp.dtype(jnp.float32)

@@ -70,8 +70,8 @@ class KeyTile:
         return self.policy is not None and self.policy.changes_scores
 
     def weights(self, logits, scale: float, key0, piece, masked: bool, lse, values):
-        """Probabilities [keys, queries], and what their gradients are to be multiplied by: the former, unless a policy
-        changes logits, times the derivative.
+        """Probabilities [keys, queries], and what their gradients are to be multiplied by: the same, and where a policy
+        changes logits the derivative times them.
 
         Args:
           logits: yet to be scaled, less lse where no policy changes them.

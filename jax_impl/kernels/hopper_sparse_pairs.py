@@ -277,9 +277,9 @@ class _Consumer:
             plgpu.wgmma_accumulator_load(s_ref, wait_n=1), kernel.scale, lambda: self._key0,
             lambda: lax.rem(s.where_s[q_slot], jnp.int32(kernel.pieces)), masked,
             lambda: of_columns(s.stat_s.at[q_slot]), lambda: tuple(x.at[q_slot] for x in s.values_s))
-        same, p = weight is p, rounded(p, kernel.dtype)
+        p = rounded(p, kernel.dtype)
         plgpu.wgmma(dv_ref, p, s.ring_s.at[do_slot])
-        weight = p if same else rounded(weight, kernel.dtype)  # as rounded for dv, which frees registers
+        weight = rounded(weight, kernel.dtype) if here.changes_scores else p  # rounded for dv too: frees registers
         return (widened(weight) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)).astype(kernel.dtype)
 
     def _products(self, dk_ref, ds, n, half, where, dq_ref):

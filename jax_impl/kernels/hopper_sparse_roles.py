@@ -262,8 +262,8 @@ class _Block:
             p, weight = self.here.weights(
                 logits, kernel.scale, lambda: self._key0, lambda: s.piece_s[slot], masked,
                 lambda: of_columns(s.lse_s.at[slot]), lambda: tuple(x.at[slot] for x in s.values_s))
-            same, p = weight is p, p.astype(kernel.dtype)
-            weight = p if same else weight.astype(kernel.dtype)
+            p = p.astype(kernel.dtype)
+            weight = weight.astype(kernel.dtype) if self.here.changes_scores else p
             plgpu.barrier_arrive(s.q_free.at[slot])
             pl.when(n >= kernel.tiles.handed)(lambda: plgpu.barrier_wait(s.p_free.at[hand]))
             s.p_s[hand] = weight

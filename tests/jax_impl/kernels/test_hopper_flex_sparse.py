@@ -11,7 +11,6 @@ import pytest
 from jax_impl import kernels
 from jax_impl.kernels import hopper_sparse
 from jax_impl.kernels.flex_sparse import prepare
-from jax_impl.kernels.hopper_lists import in_ranges
 from jax_impl.kernels.hopper_sparse_pairs import PairTiles
 from jax_impl.kernels.hopper_sparse_roles import RoleTiles
 from tests.conformance import inputs, relative_error
@@ -42,6 +41,12 @@ def tilted(score, b, h, i, j):
 
 def capped(score, b, h, i, j):
     return 2 * jnp.tanh(score / 2)
+
+
+def by_arrays(problem, score_mod):
+    """`later` and a score_mod."""
+    q_array, kv_array = np.arange(problem.q_len) % 3, np.arange(problem.kv_len) % 4
+    return Predicate(later, score_mod, (q_array.astype(np.int32),), (kv_array.astype(np.int32),))
 
 
 def held_to_dense(problem, predicate, operands, races=False):
@@ -102,17 +107,18 @@ def test_a_predicate_and_logits_of_ones_own(block, masks):
     Blocks of 48 stand on tiles of their own; predicate and logits are of tokens all the same.
     """
     problem = AttentionProblem(uniform_block(140, 200, masks, block, 0.6, causal=True, seed=2), 1, 2, 1, 64)
-    predicate = Predicate(later, tilted, (np.arange(140, dtype=np.int32) % 3,), (np.arange(200, dtype=np.int32) % 4,))
+    predicate = by_arrays(problem, tilted)
     held_to_dense(problem, predicate, prepare(problem, predicate=predicate), races=True)
 
 
 @pytest.mark.slow
-def test_a_predicate_in_ranges(monkeypatch):
+@pytest.mark.parametrize("masks", [1, 2])
+def test_a_predicate_in_ranges(masks, monkeypatch):
     """The backward a range of queries at a time: pieces are asked as the tokens that they are."""
     schedules = in_ranges_of(64, 64)
     monkeypatch.setattr(hopper_sparse, "default_schedules", lambda *_: schedules)
-    problem = AttentionProblem(uniform_block(150, 140, 1, 64, 0.8, causal=True, seed=2), 1, 2, 1, 64)
-    predicate = Predicate(later, tilted, (np.arange(150, dtype=np.int32) % 3,), (np.arange(140, dtype=np.int32) % 4,))
+    problem = AttentionProblem(uniform_block(150, 140, masks, 64, 0.8, causal=True, seed=2), 1, 2, 1, 64)
+    predicate = by_arrays(problem, tilted)
     operands = prepare(problem, predicate=predicate)
     assert len(operands.narrow.shared) > 1
     held_to_dense(problem, predicate, operands)
@@ -121,23 +127,12 @@ def test_a_predicate_in_ranges(monkeypatch):
 def test_no_races_where_rings_go_round():
     """Lists longer than the rings of queries and of what is loaded beside them, for a pair of key tiles and for one."""
     problem = AttentionProblem(uniform_block(190, 180, 1, 64, 1.0), 1, 1, 1, 64)
-    predicate = Predicate(later, capped, (np.arange(190, dtype=np.int32) % 3,), (np.arange(180, dtype=np.int32) % 4,))
+    predicate = by_arrays(problem, capped)
     operands = prepare(problem, predicate=predicate)
     schedules = operands.narrow.schedules
     short = dataclasses.replace(schedules.backward, pairs=PairTiles(2), roles=RoleTiles(2))
     narrow = dataclasses.replace(operands.narrow, schedules=dataclasses.replace(schedules, backward=short))
     held_to_dense(problem, predicate, dataclasses.replace(operands, narrow=narrow), races=True)
-
-
-@pytest.mark.slow
-def test_ranges_of_queries_are_asked_alike():
-    """The backward's lists in two ranges, under a list for each head."""
-    problem = AttentionProblem(uniform_block(190, 180, 2, 64, 0.7, seed=3), 1, 2, 1, 64)
-    predicate = Predicate(later, capped, (np.arange(190, dtype=np.int32) % 3,), (np.arange(180, dtype=np.int32) % 4,))
-    operands = prepare(problem, predicate=predicate)
-    shared, apart = (in_ranges(lists, 2) for (lists,) in (operands.narrow.shared, operands.narrow.apart))
-    narrow = dataclasses.replace(operands.narrow, shared=shared, apart=apart)
-    held_to_dense(problem, predicate, dataclasses.replace(operands, narrow=narrow))
 
 
 @pytest.mark.parametrize("predicate", [
