@@ -236,12 +236,12 @@ def _asked(problem: AttentionProblem, used: Predicate, layouts, device) -> tuple
 
     def asked(by_key: bool):
         q_arrays, kv_arrays = put(used.q_arrays, 0), put(used.kv_arrays, 1)
-        length = WIDE  # whole tiles: queries past the last have an infinite lse, and what is laid out is told by `held`
         if by_key:
             rows, columns = (*put([first], 1, NEVER), *kv_arrays), q_arrays
         else:
             rows, columns = (*put([mask.limits], 0), *q_arrays), kv_arrays
-            length = length if layouts else problem.kv_len
+        # Past the last of whole tiles nothing is seen: queries have an infinite lse there, `held` tells laid out keys.
+        length = WIDE if by_key or layouts else problem.kv_len
         test = _Within(used.mask_mod, places, places, by_key)
         return Asked(rows, columns, test, scored, length, used.mask_mod is not None, problem.q_heads)
 

@@ -8,8 +8,8 @@ in the key-major pass rows are keys and columns are queries. A policy answers, i
     load_rows(refs, head, row0, rows)   what the element test needs of a tile's rows
     seen(state, head, place)            the element test of a partial tile, bool [rows, columns]
 
-and, if it likes, in which order the thread blocks of a key-major pass run (`block`) and what numbers of the columns its
-element test reads (`column_values`).
+and, if it likes, in which order the thread blocks of a key-major pass run (`block`), which partial tiles each half of a
+row tile sees (`spans`) and what numbers of the columns its element test reads (`column_values`).
 
 `refs` are the arrays of `operands()` in device memory, `head` is a `Head` and `place` a `Place`. A policy is a pytree,
 so its arrays are data and its tile sizes are static. `scores` and `score_gradient` are identities unless the policy

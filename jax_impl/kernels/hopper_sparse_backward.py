@@ -40,12 +40,17 @@ class SparseBackwardTiles:
     whole_bytes: int = 64 << 20
 
 
+def _head_bytes(q_len: int, head_dim: int) -> int:
+    """Of a query head's queries, douts and float32 dq."""
+    return 8 * q_len * head_dim
+
+
 def kv_heads_in_cache(q_len: int, kv_heads: int, head_dim: int, budget: int) -> int:
     """kv heads to run side by side, a divisor of them all: of each, one query head's q, dout and float32 dq is in use.
 
     Lists are met in no common order, so what is not in the cache comes from memory anew for every tile.
     """
-    return heads_side_by_side(kv_heads, kv_heads, 8 * q_len * head_dim, budget)
+    return heads_side_by_side(kv_heads, kv_heads, _head_bytes(q_len, head_dim), budget)
 
 
 def ranges_in_cache(q_len: int, head_dim: int, tiles: SparseBackwardTiles) -> int:
@@ -54,7 +59,7 @@ def ranges_in_cache(q_len: int, head_dim: int, tiles: SparseBackwardTiles) -> in
     Thread blocks begin together and drift apart, in some heads' time as far as a head is long. Ranks that share a
     program have equally many queries, whatever their blocks are, and so equally many ranges.
     """
-    held = 8 * q_len * head_dim
+    held = _head_bytes(q_len, head_dim)
     return 1 if held <= tiles.whole_bytes else -(-held // tiles.l2_bytes)
 
 

@@ -112,7 +112,7 @@ def test_ranks_of_different_blocks_have_equally_many_ranges():
     """They stand on more tiles or fewer, and run one program."""
     ranks = [kernels.get("flashinfer").prepare(
         AttentionProblem(variable_block(500, 300, 1, mean, 1, 0.5), 1, 2, 1, 64),
-        schedules=in_ranges_of(130, 64)) for mean in (20, 60, 150)]
+        schedules=in_ranges_of(130, 64)) for mean in (20, 150)]
     assert len({rank.shared[0].starts.shape[1] for rank in ranks}) > 1
     stacked = stack_operands(ranks)
     assert len(stacked.shared) == len(stacked.apart) == 4
