@@ -25,7 +25,7 @@ from jax_impl.kernels.hopper_kernel import HopperOperands, Tiles
 from jax_impl.kernels.hopper_lists import NEVER, Layout, Lists, by_key, by_query, listed, pieces
 from jax_impl.kernels.hopper_masks import ROW, Policy, Walk
 from jax_impl.kernels.hopper_sparse import NARROW, WIDE, SparseOperands
-from jax_impl.kernels.hopper_sparse_backward import kv_heads_in_cache
+from jax_impl.kernels.hopper_sparse_backward import SparseBackwardTiles, kv_heads_in_cache
 from jax_impl.kernels.hopper_sparse_forward import list_refs, row_tile
 from workload.predicate import Predicate, check_seen, given
 from workload.problem import AttentionProblem
@@ -86,7 +86,7 @@ class ListPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Which token stands at a place of an axis: blocks of `block` tokens stand `stride` places apart."""
+    """Which token stands at a place of either axis: blocks of `block` tokens stand `stride` places apart."""
 
     block: int
     stride: int
@@ -112,17 +112,16 @@ class _Within:
     """
 
     mask_mod: Callable | None
-    queries: _Places
-    keys: _Places
+    places: _Places
     by_key: bool
 
     def __call__(self, b, h, i, j, q_values, kv_values):
-        query, key = self.queries.token(i), self.keys.token(j)
+        query, key = self.places.token(i), self.places.token(j)
         if self.by_key:  # of a place without a key it is past every query
             (first, *kv_values) = kv_values
             seen = query >= first
         else:
-            (limit, *q_values), held = q_values, self.keys.held(j)
+            (limit, *q_values), held = q_values, self.places.held(j)
             seen = key < limit if held is None else (key < limit) & held
         if self.mask_mod is None:
             return seen
@@ -136,11 +135,10 @@ class _Scored:
     """A score_mod on the tokens at their places."""
 
     score_mod: Callable
-    queries: _Places
-    keys: _Places
+    places: _Places
 
     def __call__(self, score, b, h, i, j):
-        return self.score_mod(score, b, h, self.queries.token(i), self.keys.token(j))
+        return self.score_mod(score, b, h, self.places.token(i), self.places.token(j))
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +196,7 @@ def prepare(problem: AttentionProblem, device=None, *, predicate: Predicate | No
     if mask.block % WIDE:
         return _narrow(problem, used, device)
     columns = NARROW if problem.head_dim == 128 else WIDE
-    side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, 32 << 20)
+    side = kv_heads_in_cache(problem.q_len, problem.kv_heads, problem.head_dim, SparseBackwardTiles.l2_bytes)
     tiles = Tiles(ForwardTiles(columns=WIDE), BackwardTiles(columns, side=side))
     cuts = pieces(mask, WIDE, WIDE, False), pieces(mask, columns, WIDE, False)
     policies = (asked.over(way(cut, listed(cut, device), device))
@@ -226,7 +224,7 @@ def _asked(problem: AttentionProblem, used: Predicate, layouts, device) -> tuple
     first = np.searchsorted(mask.limits, np.arange(mask.kv_len), side="right")
     stride = round_up(mask.block, NARROW) if layouts else mask.block
     places = _Places(mask.block, stride)
-    scored = used.score_mod and _Scored(used.score_mod, places, places)
+    scored = used.score_mod and _Scored(used.score_mod, places)
 
     def put(arrays, axis: int, fill=0):
         """Vectors by token as those by place, in whole tiles; `fill` where none stands."""
@@ -242,7 +240,7 @@ def _asked(problem: AttentionProblem, used: Predicate, layouts, device) -> tuple
             rows, columns = (*put([mask.limits], 0), *q_arrays), kv_arrays
         # Past the last of whole tiles nothing is seen: queries have an infinite lse there, `held` tells laid out keys.
         length = WIDE if by_key or layouts else problem.kv_len
-        test = _Within(used.mask_mod, places, places, by_key)
+        test = _Within(used.mask_mod, places, by_key)
         return Asked(rows, columns, test, scored, length, used.mask_mod is not None, problem.q_heads)
 
     return asked(False), asked(True)
